@@ -47,14 +47,6 @@ class Completion(NamedTuple):
     """The number of optimizer updates behind the weights that sampled it."""
 
 
-class Score(NamedTuple):
-    """A reward and how it came about."""
-
-    reward: float
-    components: Mapping[str, float] = {}
-    timed_out: bool = False
-
-
 class Trajectory(NamedTuple):
     """One sample, from its prompt's first token to its last token. Nothing is re-tokenised.
 
@@ -72,7 +64,24 @@ class Trajectory(NamedTuple):
     generation_logprobs: tuple[float, ...]
     truncated: bool
     version: int
+
+
+class Score(NamedTuple):
+    """A reward and how it came about."""
+
+    reward: float
+    components: Mapping[str, float] = {}
+    timed_out: bool = False
+
+
+class Sample(NamedTuple):
+    """A scored trajectory: one record, so that no field can move without the others."""
+
+    trajectory: Trajectory
     score: Score
+    """As the verifier gave it."""
+    reward: float
+    """What the advantage is computed from: the score's reward after scaling and shaping."""
 
 
 class Rows(NamedTuple):
