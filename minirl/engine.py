@@ -4,6 +4,7 @@ Each request carries its own seed, derived from what is sampled, so a completion
 on the batch it was in, on the rank that made it, or on the number of ranks.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,3 +59,51 @@ class Engine:
 
     close: Callable[[], None]
     """Shut the engine down. Call it last: vLLM destroys the default process group with itself."""
+
+
+def check_requests(
+    requests: Sequence[Request], sampling: Sampling, *, vocabulary_size: int, max_model_len: int
+) -> None:
+    """Refuses requests that no engine could answer, before any of them starts.
+
+    Raises:
+        ValueError: names the request and the rule.
+    """
+    room = max_model_len - sampling.max_tokens
+    for index, request in enumerate(requests):
+        length = len(request.tokens)
+        if length == 0:
+            raise ValueError(f"request {index}: the prompt is empty; give at least one token")
+        if length > room:
+            raise ValueError(
+                f"request {index}: {length} prompt tokens + max_tokens {sampling.max_tokens} do not "
+                f"fit max_model_len {max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        if not 0 <= min(request.tokens) <= max(request.tokens) < vocabulary_size:
+            outside = next(t for t in request.tokens if not 0 <= t < vocabulary_size)
+            raise ValueError(
+                f"request {index}: token id {outside} is outside the model's vocabulary "
+                f"[0, {vocabulary_size}); do model and tokenizer belong together?"
+            )
+
+
+POSITIVE_TOLERANCE = 1e-4
+"""x - logsumexp(x) in float32 rounds by about 2^-23 |x|: below this for every |logit| < 800."""
+
+
+def check_logprobs(index: int, logprobs: Sequence[float], num_tokens: int) -> None:
+    """Refuses the log-probs of a completion that cannot be trained on.
+
+    Raises:
+        ValueError: names the request: one is missing, not finite or positive.
+    """
+    if len(logprobs) != num_tokens:
+        raise ValueError(
+            f"request {index}: the engine returned {len(logprobs)} log-probs for {num_tokens} tokens"
+        )
+    for at, logprob in enumerate(logprobs):
+        if not (math.isfinite(logprob) and logprob <= POSITIVE_TOLERANCE):
+            raise ValueError(
+                f"request {index}: the log-prob of sampled token {at} is {logprob}; it must be finite "
+                "and at most 0. The weights in the engine are probably not finite, or not a model's"
+            )

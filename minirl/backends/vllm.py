@@ -1,0 +1,307 @@
+"""vLLM inside every rank: the engine that samples.
+
+The engine lives in the trainer's process (no child processes, no serialisation), so new weights
+are handed over as tensors. The facts that shape this module hold for vLLM 0.30:
+
+- It adopts the default process group if one exists, and creates a world of one otherwise; the
+  trainer's must therefore exist first. Shutting down destroys that group: close the engine last.
+- Building it reseeds, and sampling advances, the global generators; it also edits `os.environ` and
+  replaces `torch.set_num_threads`. `_contained` and `_quiet_randomness` undo this.
+- Cached prefixes survive new weights unless they are reset.
+- On a CPU it packs linear weights into handles and drops the originals; see `_keep_weights`.
+- A model folder's generation_config.json adds end tokens; it is ignored, so that a completion
+  ends only where `Sampling` says.
+
+All ids of the model's vocabulary may be sampled, also those above the tokenizer's size: masking
+them here and not in the trainer would make the two log-probs differ by the masked mass.
+"""
+
+import copy
+import os
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.config import GenerationConfig
+from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
+from minirl.parallel import launched_size
+from minirl.types import Completion
+
+_OWNED = {
+    "model": "policy.model_name",
+    "dtype": "policy.generation.vllm_cfg.precision",
+    "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+    "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+    "logprobs_mode": "nothing: the trainer needs processed log-probs",
+    "generation_config": "nothing: stop tokens come from policy.generation",
+    "distributed_executor_backend": "nothing: every rank drives its own engine",
+}
+"""Arguments of `vllm.LLM` that `vllm_kwargs` may not set, and the keys that do."""
+
+
+def open_engine(cfg: GenerationConfig, model_path: str) -> Engine:
+    """An engine with the weights of `model_path` as version 0.
+
+    Raises:
+        ValueError: several ranks were launched and no process group exists yet, or `vllm_kwargs`
+            has an argument that vLLM does not know or that another key sets.
+    Collective: every launched rank calls it, in the same order as other creators of groups.
+    """
+    if launched_size() > 1 and not dist.is_initialized():
+        raise ValueError(
+            f"WORLD_SIZE is {launched_size()} but no process group exists: open minirl.parallel.world "
+            "before the engine, or vLLM would create a world of one in every rank"
+        )
+    with _contained():
+        llm = _build(cfg, model_path)
+    from vllm.platforms import current_platform
+
+    return _engine_of(llm, on_cpu=current_platform.is_cpu(), eager=cfg.vllm_cfg.enforce_eager)
+
+
+def _engine_of(llm: Any, *, on_cpu: bool, eager: bool) -> Engine:
+    vocabulary_size: int = llm.model_config.get_vocab_size()
+    max_model_len: int = llm.model_config.max_model_len
+    version = 0
+
+    def generate(requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        check_requests(
+            requests, sampling, vocabulary_size=vocabulary_size, max_model_len=max_model_len
+        )
+        with _running(on_cpu=on_cpu, eager=eager):
+            outputs = llm.generate(*_translate(requests, sampling), use_tqdm=False)
+        return [_completion(index, output, version) for index, output in enumerate(outputs)]
+
+    def load_(weights: Iterable[tuple[str, Tensor]], new_version: int) -> None:
+        nonlocal version
+        with _running(on_cpu=on_cpu, eager=eager):
+            _load_(llm, weights, in_place=on_cpu)
+        if not llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        version = new_version
+
+    def sleep_() -> None:
+        if not on_cpu:
+            llm.sleep(level=1)
+
+    def wake_() -> None:
+        if not on_cpu:
+            llm.wake_up()
+
+    def close() -> None:
+        llm.llm_engine.engine_core.shutdown()
+
+    return Engine(generate, load_, sleep_, wake_, close)
+
+
+def _build(cfg: GenerationConfig, model_path: str) -> Any:
+    """Imports vLLM and builds its engine; call inside `_contained`."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from vllm import LLM
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+
+    _check_kwargs(cfg.vllm_kwargs, {field.name for field in fields(EngineArgs)})
+    on_cpu = current_platform.is_cpu()
+    if on_cpu:
+        _keep_weights()
+    kwargs: dict[str, Any] = {
+        "model": model_path,
+        "dtype": cfg.vllm_cfg.precision,
+        "max_model_len": cfg.vllm_cfg.max_model_len,
+        "gpu_memory_utilization": cfg.vllm_cfg.gpu_memory_utilization,
+        "enforce_eager": cfg.vllm_cfg.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "seed": 0,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if launched_size() > 1:
+        # Only this executor takes the device from LOCAL_RANK.
+        kwargs["distributed_executor_backend"] = "external_launcher"
+    kwargs |= _cpu_defaults(cfg) if on_cpu else {"enable_sleep_mode": True}
+    with _eager(on_cpu and cfg.vllm_cfg.enforce_eager):
+        return LLM(**(kwargs | cfg.vllm_kwargs))
+
+
+def _cpu_defaults(cfg: GenerationConfig) -> dict[str, Any]:
+    """Arguments that only a CPU needs.
+
+    A seeded request whose prompt is prefilled in chunks kills the engine there (CPU generators
+    have no offset), so chunks are off and every prompt fits one step. An explicit cache size
+    saves the warm-up that measures one. Prefixes are shared in whole blocks; 32 is the smallest.
+    """
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(4096, cfg.vllm_cfg.max_model_len),
+        "kv_cache_memory_bytes": 512 << 20,
+        "block_size": 32,
+    }
+
+
+def _check_kwargs(kwargs: Mapping[str, object], known: set[str]) -> None:
+    for name in kwargs:
+        if name in _OWNED:
+            raise ValueError(
+                f"policy.generation.vllm_kwargs.{name}: this argument is set by {_OWNED[name]}"
+            )
+        if name not in known:
+            raise ValueError(
+                f"policy.generation.vllm_kwargs.{name}: vLLM's EngineArgs has no such argument"
+            )
+
+
+def _keep_weights() -> None:
+    """Makes vLLM on a CPU compute with the plain weights, so that they can be replaced.
+
+    Its oneDNN kernels compute from packed copies, which new weights do not reach: outputs stay
+    those of the old ones, silently where the head is tied. `_load_` checks that it worked.
+    """
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
+
+
+def _translate(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Any], list[Any]]:
+    """vLLM's prompts and parameters.
+
+    Raises:
+        ValueError: a temperature that vLLM would silently raise.
+    """
+    from vllm import SamplingParams, TokensPrompt
+
+    if 0 < sampling.temperature < 0.01:
+        raise ValueError(
+            f"temperature {sampling.temperature}: vLLM samples at 0.01 instead; use 0 or >= 0.01"
+        )
+    shared = SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=sampling.max_tokens,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=True,  # the tokenizer's end token counts only if it is in stop_token_ids
+        stop=list(sampling.stop_strings),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop_strings),
+        skip_special_tokens=False,
+        logprobs=0,
+        flat_logprobs=True,
+        skip_clone=True,  # a deep copy of each would cost a tenth of a short generation
+    )
+    params: list[Any] = []
+    for request in requests:
+        own = copy.copy(shared)
+        own.seed = request.seed
+        params.append(own)
+    return [TokensPrompt(prompt_token_ids=list(r.tokens)) for r in requests], params
+
+
+def _completion(index: int, output: Any, version: int) -> Completion:
+    """vLLM's answer to request `index`.
+
+    Raises:
+        ValueError: it was aborted, or its log-probs are missing, not finite or positive.
+    """
+    sample = output.outputs[0]
+    if sample.finish_reason not in ("stop", "length"):
+        raise ValueError(f"request {index}: vLLM ended it with {sample.finish_reason!r}")
+    logprobs = tuple(sample.logprobs.logprobs) if sample.logprobs is not None else ()
+    check_logprobs(index, logprobs, len(sample.token_ids))
+    return Completion(tuple(sample.token_ids), logprobs, sample.finish_reason == "length", version)
+
+
+def _load_(llm: Any, weights: Iterable[tuple[str, Tensor]], *, in_place: bool) -> None:
+    """Replaces all weights of vLLM's model.
+
+    `in_place` copies into the parameters as they are, which is right where kernels read them as
+    loaded. Otherwise vLLM reloads layer by layer and post-processes each (quantisation, absorbed
+    MLA projections, shuffled experts) into the same memory, so that CUDA graphs stay valid.
+
+    Raises:
+        ValueError: a parameter was not given.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    config = llm.model_config
+    tied = bool(config.hf_text_config.tie_word_embeddings)
+    # Layer by layer, tensors are kept until their layer is complete, so they must be copies.
+    ready = (
+        (name, tensor.detach().to(config.dtype, copy=not in_place))
+        for name, tensor in weights
+        if not (tied and name == "lm_head.weight")
+    )
+
+    def replace(model: Any) -> set[str]:
+        names = {name for name, _ in model.named_parameters()}
+        with torch.no_grad(), set_current_vllm_config(llm.llm_engine.vllm_config):
+            if in_place:
+                given = model.load_weights(ready)
+            else:
+                initialize_layerwise_reload(model)
+                given = model.load_weights(ready)
+                finalize_layerwise_reload(model, config)
+        return names - given
+
+    (missing,) = llm.apply_model(replace)
+    if missing:
+        raise ValueError(f"weights not given to the engine: {sorted(missing)}")
+
+
+@contextmanager
+def _contained() -> Iterator[None]:
+    """Undoes what importing and building vLLM does to the process."""
+    environment = dict(os.environ)
+    set_num_threads = torch.set_num_threads
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with _fork_rng():
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads = set_num_threads
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+@contextmanager
+def _running(*, on_cpu: bool, eager: bool) -> Iterator[None]:
+    """Around every use of the engine: global generators untouched, no compilation if eager."""
+    with _fork_rng(), _eager(on_cpu and eager):
+        yield
+
+
+@contextmanager
+def _fork_rng() -> Iterator[None]:
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def _eager(active: bool) -> Iterator[None]:
+    """Runs torch.compile'd functions uncompiled.
+
+    On a CPU, vLLM compiles two small sampling kernels even if eager: 2 to 20 s at the first call,
+    for no gain.
+    """
+    with ExitStack() as stack:
+        if active:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
