@@ -1,0 +1,396 @@
+"""From rewards to advantages: how much better than expected each sampled token was.
+
+Two stages. Rewards are judged per sample, over the whole global batch and by explicit group ids
+(never by comparing prompts). Tokens are judged on the rank that holds them; what must be averaged
+over all tokens of the batch is summed by the `sum_over` that is passed in. No gradient anywhere.
+
+A group whose rewards are equal teaches nothing: its group-relative advantage is exactly 0, also
+when the reward is a number such as 0.3 whose sum does not divide back to it.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from minirl.kl import weighted_kl
+from minirl.loss_config import AdvEstimatorConfig, LossConfig
+from minirl.reduce import SumOver, alone, standardize, whiten
+from minirl.types import SampleMask, SampleWeights, TokenLogProbs, TokenMask, TokenWeights
+
+STD_EPSILON = 1e-6
+"""Added to a standard deviation that divides, as in NeMo-RL and TRL's ancestors."""
+
+
+class Scores(NamedTuple):
+    """The rewards of every sample of the global batch, in one order."""
+
+    rewards: SampleWeights
+    groups: Int[Tensor, " batch"]
+    """Equal for samples of the same prompt of this step."""
+    components: Mapping[str, SampleWeights] = {}
+    """The named parts of the reward, for `gdpo`."""
+
+
+class TokenInputs(NamedTuple):
+    """The tokens of the samples that this rank holds. Values outside the masks are never read."""
+
+    token_mask: TokenMask
+    sample_mask: SampleMask
+    prev_logprobs: TokenLogProbs | None = None
+    """The trainer's, before the update: for `opd`, and for KL in the reward."""
+    reference_logprobs: TokenLogProbs | None = None
+    """The frozen reference's: for KL in the reward."""
+    teacher_logprobs: TokenLogProbs | None = None
+    """The teacher's: for `opd`."""
+    values: TokenWeights | None = None
+    """The value model's: for `gae`."""
+
+
+def advantages(
+    cfg: AdvEstimatorConfig,
+    loss: LossConfig,
+    scores: Scores,
+    tokens: TokenInputs,
+    *,
+    rows: slice = slice(None),
+    sum_over: SumOver = alone,
+) -> TokenWeights:
+    """Token advantages of this rank's samples; 0 outside their masks.
+
+    `rows` are the samples of `scores` that `tokens` holds, in order. All samples vote in their
+    group's statistics, also those that the sample mask keeps out of the loss. `loss` is read for
+    the KL penalty in the reward.
+
+    Collective where the estimator averages over tokens (reinforce_plus_plus, raw_reward, gae):
+    every rank calls it, because `sum_over` does.
+
+    Raises:
+        ValueError: the estimator lacks an input, a reward is not finite, or a group has one sample.
+    """
+    _check_rewards(scores.rewards)
+    if loss.use_kl_in_reward and cfg.name not in ("reinforce_plus_plus", "gae"):
+        raise ValueError(
+            f"use_kl_in_reward: estimator {cfg.name} has no token rewards, so the penalty would be"
+            " dropped; use reinforce_plus_plus or gae, or put the penalty into the loss"
+        )
+    mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
+    match cfg.name:
+        case "grpo":
+            return _spread(_grpo(cfg, scores)[rows], mask)
+        case "gdpo":
+            return _spread(_gdpo(cfg, scores)[rows], mask)
+        case "reinforce_plus_plus":
+            return _reinforce_plus_plus(cfg, loss, scores, tokens, rows, sum_over)
+        case "raw_reward":
+            spread = _spread(scores.rewards[rows], mask)
+            return standardize(spread, mask, sum_over) if cfg.normalize_advantages else spread
+        case "gae":
+            return generalized_advantages(cfg, loss, scores.rewards[rows], tokens, sum_over)[0]
+        case "opd":
+            return distillation_advantages(tokens)
+
+
+def clip_advantages(
+    advantages: TokenWeights, low: float | None, high: float | None
+) -> TokenWeights:
+    """Advantages within [low, high]; None is no bound. Source: NeMo-RL, `grpo.advantage_clip_*`."""
+    return advantages.clone() if low is None and high is None else advantages.clamp(low, high)
+
+
+def group_relative(
+    rewards: SampleWeights,
+    groups: Int[Tensor, " batch"],
+    *,
+    leave_one_out: bool,
+    normalize: bool,
+    votes: SampleMask | None = None,
+) -> SampleWeights:
+    r"""How much better a sample is than its group.
+
+    A_i = (r_i - b_i) / (s_i + 1e-6),  the division only where `normalize` and s_i > 0
+
+    b_i and s_i are the mean and the unbiased standard deviation over the group, or over the
+    group's others with `leave_one_out`. Paper by switches (leave_one_out, normalize): GRPO (no,
+    yes), Dr. GRPO (no, no), RLOO (yes, no), NeMo-RL's default (yes, yes).
+
+    Edges: differences within four units of rounding of the rewards' dtype are none, relative to
+    the group's largest reward: such a group has advantage exactly 0, and such others have s_i = 0.
+    With `votes`, only those samples form b and s; the others get 0, and so does a lone survivor.
+
+    Raises:
+        ValueError: a group has one sample, so there is nothing to compare it with.
+
+    Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, section 4.1; Liu et al. 2025 (Dr. GRPO),
+    arXiv:2503.20783, eq. 3; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, eq. 9.
+    """
+    if rewards.numel() == 0:
+        return rewards.clone()
+    cells = _cells(groups)
+    voters = torch.ones_like(groups, dtype=torch.bool) if votes is None else votes
+    x, vote = _to_grid(rewards.detach().double(), cells), _to_grid(voters, cells)
+    # Centred on a member of the group, so that equal rewards become exact zeros.
+    center = torch.where(vote, x, torch.nan).nanmedian(-1, keepdim=True).values
+    d = torch.where(vote, x - center, 0.0)
+    low = torch.where(vote, d, torch.inf).amin(-1, keepdim=True)
+    high = torch.where(vote, d, -torch.inf).amax(-1, keepdim=True)
+    rounding = torch.where(vote, x, 0.0).abs().amax(-1, keepdim=True)
+    rounding = rounding * (4 * torch.finfo(rewards.dtype).eps)
+    baseline, std = _others_moments(d, vote) if leave_one_out else _group_moments(d, vote)
+    result = d - baseline
+    if normalize:
+        result = torch.where(std > rounding, result / (std + STD_EPSILON), result)
+    silent = (high - low <= rounding) | (vote.sum(-1, keepdim=True) < 2) | ~vote
+    return _from_grid(torch.where(silent, 0.0, result), cells).to(rewards.dtype)
+
+
+def generalized_advantages(
+    cfg: AdvEstimatorConfig,
+    loss: LossConfig,
+    rewards: SampleWeights,
+    tokens: TokenInputs,
+    sum_over: SumOver = alone,
+) -> tuple[TokenWeights, TokenWeights]:
+    r"""GAE: token advantages, and returns as targets for the value model; 0 outside the mask.
+
+    A_t = delta_t + gamma lambda A_{t+1},  delta_t = r_t + gamma V_{t+1} - V_t,  R_t = A_t + V_t
+
+    t runs over the trained tokens of a sample, skipping what lies between turns. The reward stands
+    at the last one; with `use_kl_in_reward` every token pays beta times its KL. Returns use
+    `gae_lambda_value`, advantages `gae_lambda_policy` or, with alpha > 0,
+    lambda = 1 - 1 / max(alpha length, 1). Advantages are whitened last if `normalize_advantages`.
+
+    Raises:
+        ValueError: `values` (or the log-probs of the penalty) are missing.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; Yuan et al. 2025 (VAPO),
+    arXiv:2504.05118, section 4.
+    """
+    mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
+    values = torch.where(mask, _required(tokens.values, "values", "gae"), 0.0)
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    token_rewards = torch.where(last, rewards.unsqueeze(-1), 0.0).to(values.dtype)
+    if loss.use_kl_in_reward:
+        token_rewards = token_rewards - _kl_penalty(loss, tokens, mask)
+    by_value = cfg.gae_lambda if cfg.gae_lambda_value is None else cfg.gae_lambda_value
+    by_policy = cfg.gae_lambda if cfg.gae_lambda_policy is None else cfg.gae_lambda_policy
+    lambda_policy = torch.full_like(values[:, 0], by_policy)
+    if cfg.length_adaptive_alpha > 0:
+        lengths = mask.sum(-1).to(values.dtype)
+        lambda_policy = 1.0 - 1.0 / (cfg.length_adaptive_alpha * lengths).clamp(min=1.0)
+    lambda_value = torch.full_like(lambda_policy, by_value)
+    found = _discounted(token_rewards, values, mask, cfg.gae_gamma, lambda_policy)
+    targets = _discounted(token_rewards, values, mask, cfg.gae_gamma, lambda_value) + values
+    targets = torch.where(mask, targets, 0.0)
+    return (whiten(found, mask, sum_over) if cfg.normalize_advantages else found), targets
+
+
+def distillation_advantages(tokens: TokenInputs) -> TokenWeights:
+    """On-policy distillation: A_t = log pi_teacher - log pi_prev; 0 outside the mask.
+
+    Raises:
+        ValueError: the log-probs of teacher or student are missing.
+
+    Source: Xiao et al. 2026 (MOPD), arXiv:2601.02780, eq. 8.
+    """
+    teacher = _required(tokens.teacher_logprobs, "teacher_logprobs", "opd")
+    student = _required(tokens.prev_logprobs, "prev_logprobs", "opd")
+    mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
+    return torch.where(mask, teacher - student, 0.0).detach()
+
+
+def _grpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
+    return group_relative(
+        scores.rewards,
+        scores.groups,
+        leave_one_out=cfg.use_leave_one_out_baseline,
+        normalize=cfg.normalize_rewards,
+    )
+
+
+def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
+    """GDPO: each reward component judged on its own, summed, then standardized over the batch.
+
+    A = (S - mean S) / std S,  S = sum_n w_n A_n;  only centred where std S = 0
+
+    A group that is constant in every component keeps 0.
+
+    Raises:
+        ValueError: fewer than two components, or not one weight for each.
+
+    Source: Liu et al. 2026, arXiv:2601.05242, eqs. 4-7.
+    """
+    names = sorted(scores.components)
+    if len(names) < 2:
+        raise ValueError(
+            f"adv_estimator gdpo needs two reward components or more, got {names};"
+            " use grpo for a single reward"
+        )
+    weights = cfg.reward_weights or [1.0] * len(names)
+    if len(weights) != len(names):
+        raise ValueError(
+            f"reward_weights has {len(weights)} entries for {len(names)} components {names};"
+            " give one per component, in this order"
+        )
+    parts = torch.stack(
+        [_grpo(cfg, scores._replace(rewards=scores.components[name])) for name in names]
+    )
+    combined = torch.einsum("n,nb->b", parts.new_tensor(weights), parts).double()
+    centred = combined - combined.mean()
+    std = combined.std() if combined.numel() > 1 else combined.new_zeros(())
+    result = torch.where(std > 0, centred / std, centred)
+    return torch.where((parts == 0).all(0), 0.0, result).to(scores.rewards.dtype)
+
+
+def _reinforce_plus_plus(
+    cfg: AdvEstimatorConfig,
+    loss: LossConfig,
+    scores: Scores,
+    tokens: TokenInputs,
+    rows: slice,
+    sum_over: SumOver,
+) -> TokenWeights:
+    """REINFORCE++: rewards (minus the group's mean) minus beta KL, standardized over all tokens.
+
+    Being standardized over the batch, a constant group is not at 0 but at minus the batch's mean.
+
+    Source: Hu et al. 2025, arXiv:2501.03262, eqs. 7-9; the baseline variant, section 3.3.
+    """
+    mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
+    per_sample = scores.rewards
+    if cfg.minus_baseline:
+        per_sample = group_relative(
+            scores.rewards, scores.groups, leave_one_out=False, normalize=False
+        )
+    spread = _spread(per_sample[rows], mask)
+    if loss.use_kl_in_reward:
+        spread = spread - _kl_penalty(loss, tokens, mask).to(spread.dtype)
+    return standardize(spread, mask, sum_over)
+
+
+def _kl_penalty(loss: LossConfig, tokens: TokenInputs, mask: TokenMask) -> TokenWeights:
+    """beta k(reference - prev) per token; 0 outside the mask."""
+    why = "use_kl_in_reward"
+    prev = torch.where(mask, _required(tokens.prev_logprobs, "prev_logprobs", why), 0.0)
+    reference = _required(tokens.reference_logprobs, "reference_logprobs", why)
+    kl = weighted_kl(
+        prev.detach(),
+        torch.where(mask, reference, 0.0).detach(),
+        torch.ones_like(prev),
+        kind=loss.reference_policy_kl_type,
+        input_clamp=loss.kl_input_clamp_value,
+        output_clamp=loss.kl_output_clamp_value,
+    )
+    return loss.reference_policy_kl_penalty * kl
+
+
+def _discounted(
+    rewards: TokenWeights,
+    values: TokenWeights,
+    mask: TokenMask,
+    gamma: float,
+    lambdas: SampleWeights,
+) -> TokenWeights:
+    """GAE's recursion, backwards over positions; what is masked is skipped, not a zero reward."""
+    next_value = next_advantage = torch.zeros_like(lambdas)
+    found: list[Tensor] = []
+    columns = zip(rewards.unbind(1), values.unbind(1), mask.unbind(1), strict=True)
+    for reward, value, real in reversed(list(columns)):
+        delta = reward + gamma * next_value - value
+        next_advantage = torch.where(real, delta + gamma * lambdas * next_advantage, next_advantage)
+        next_value = torch.where(real, value, next_value)
+        found.append(torch.where(real, next_advantage, 0.0))
+    return torch.stack(found[::-1], dim=1)
+
+
+class _Cells(NamedTuple):
+    """Where each sample stands in a [group, member] grid; rows may be of different lengths."""
+
+    group: Int[Tensor, " batch"]
+    member: Int[Tensor, " batch"]
+    shape: tuple[int, int]
+
+
+def _cells(groups: Int[Tensor, " batch"]) -> _Cells:
+    order = groups.argsort(stable=True)
+    sorted_groups = groups[order]
+    starts = torch.cat([order.new_ones(1), (sorted_groups.diff() != 0).to(order.dtype)])
+    group_of_sorted = starts.cumsum(0) - 1
+    counts = group_of_sorted.bincount()
+    first = counts.cumsum(0) - counts
+    smallest, largest = (int(count) for count in counts.aminmax())
+    if smallest < 2:
+        single = int(sorted_groups[first[counts.argmin()]])
+        raise ValueError(
+            f"group {single} has one sample: there is nothing to compare it with; sample at least"
+            " two per prompt (num_generations_per_prompt), or use an estimator without a baseline"
+        )
+    group, member = torch.empty_like(order), torch.empty_like(order)
+    group[order] = group_of_sorted
+    member[order] = torch.arange(len(order), device=order.device) - first[group_of_sorted]
+    return _Cells(group, member, (len(counts), largest))
+
+
+def _to_grid(x: Tensor, cells: _Cells) -> Tensor:
+    """The samples in their cells; empty cells are 0 or False."""
+    grid = x.new_zeros(cells.shape)
+    grid[cells.group, cells.member] = x
+    return grid
+
+
+def _from_grid(grid: Tensor, cells: _Cells) -> Tensor:
+    return grid[cells.group, cells.member]
+
+
+def _group_moments(
+    d: Float[Tensor, "group member"], vote: Bool[Tensor, "group member"]
+) -> tuple[Float[Tensor, "group 1"], Float[Tensor, "group 1"]]:
+    """Mean and unbiased standard deviation of a row's voters; of less than two, 0."""
+    count = vote.sum(-1, keepdim=True).to(d.dtype)
+    mean = d.sum(-1, keepdim=True) / count.clamp(min=1.0)
+    squares = torch.where(vote, (d - mean).square(), 0.0).sum(-1, keepdim=True)
+    return mean, (squares / (count - 1.0).clamp(min=1.0)).sqrt()
+
+
+def _others_moments(
+    d: Float[Tensor, "group member"], vote: Bool[Tensor, "group member"]
+) -> tuple[Float[Tensor, "group member"], Float[Tensor, "group member"]]:
+    """The same over a row's other voters, for each cell."""
+    count = vote.sum(-1, keepdim=True).to(d.dtype) - vote.to(d.dtype)
+    mean = _sum_of_others(d) / count.clamp(min=1.0)
+    squares = _sum_of_others(d.square()) - count * mean.square()
+    variance = squares.clamp(min=0.0) / (count - 1.0).clamp(min=1.0)
+    return mean, torch.where(count > 1, variance, 0.0).sqrt()
+
+
+def _sum_of_others(x: Float[Tensor, "group member"]) -> Float[Tensor, "group member"]:
+    """Row sums without the own cell, added up rather than subtracted from the total.
+
+    A difference would leave a residue of the own value where the others are all 0, and a residue
+    as standard deviation makes an advantage of thousands.
+    """
+    zero = x.new_zeros(x.shape[0], 1)
+    before = torch.cat([zero, x[:, :-1].cumsum(-1)], dim=-1)
+    after = torch.cat([x[:, 1:].flip(-1).cumsum(-1).flip(-1), zero], dim=-1)
+    return before + after
+
+
+def _spread(per_sample: SampleWeights, mask: TokenMask) -> TokenWeights:
+    return torch.where(mask, per_sample.detach().unsqueeze(-1), 0.0)
+
+
+def _required(x: Tensor | None, name: str, why: str) -> Tensor:
+    if x is None:
+        raise ValueError(f"{why} needs {name}, which is missing; compute it before the advantages")
+    return x
+
+
+def _check_rewards(rewards: SampleWeights) -> None:
+    finite = rewards.isfinite()
+    if not bool(finite.all()):
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"the reward of sample {row} is {float(rewards[row])}; a reward must be finite"
+        )

@@ -1,0 +1,310 @@
+"""The policy-gradient loss: selects, composes and averages what the modules above define.
+
+In: per-token values of one micro-batch and the counts of the *global* batch. Out: this
+micro-batch's share of the loss, so that shares add up to the same number and the same gradient for
+any split, padding or row order; and its metrics, which add up too.
+
+    loss = mean(w l) + beta mean(W k) + mu nll
+
+with a surrogate l (`policy_losses`), importance weights w (`mismatch`), a KL term k (`kl`) and the
+likelihood of rewarded samples. Masked values are replaced by zero on entry and never read.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from minirl.kl import weighted_kl
+from minirl.loss_config import LossConfig
+from minirl.loss_metrics import (
+    mismatch_metrics,
+    overflow_tokens,
+    policy_metrics,
+    surrogate_metrics,
+    weight_metrics,
+)
+from minirl.metrics import Metrics, Sum
+from minirl.mismatch import correction_of, importance_weights
+from minirl.policy_losses import (
+    Surrogate,
+    cispo_loss,
+    clipped_pg_loss,
+    dppo_loss,
+    dual_clip,
+    gmpo_loss,
+    on_policy_loss,
+    reinforce_loss,
+    sapo_loss,
+    sequence_ratio,
+    token_ratio,
+)
+from minirl.reduce import Count, bounded_exp, denominator, masked_mean, row_mean
+from minirl.types import SampleMask, SampleWeights, Scalar, TokenLogProbs, TokenMask, TokenWeights
+
+
+class PolicyLossInputs(NamedTuple):
+    """A micro-batch: [batch, position], aligned to predicted tokens; masks and rewards as named.
+
+    Masks may have any dtype; what is not 0 is in. Values outside both masks are never read.
+    """
+
+    logprobs: Tensor
+    """The policy now. The only field a gradient flows through."""
+    prev_logprobs: Tensor
+    """The trainer's, before the update."""
+    generation_logprobs: Tensor
+    """The engine's, when it sampled."""
+    reference_logprobs: Tensor | None
+    """The frozen reference policy's; needed when the loss has a KL term."""
+    advantages: Tensor
+    token_mask: Tensor
+    sample_mask: Tensor
+    """[batch]"""
+    rewards: Tensor
+    """[batch]; read by the likelihood of rewarded samples."""
+    entropy: Tensor | None = None
+    """The exact entropy at every position, for its metric."""
+
+
+class _Selected(NamedTuple):
+    """The same, with one dtype and zeros outside the mask; no gradient but through `logprobs`."""
+
+    logprobs: TokenLogProbs
+    prev: TokenLogProbs
+    generation: TokenLogProbs
+    reference: TokenLogProbs | None
+    advantages: TokenWeights
+    mask: TokenMask
+    sample_mask: SampleMask
+    rewards: SampleWeights
+    entropy: TokenLogProbs | None
+
+
+def policy_loss(
+    inputs: PolicyLossInputs,
+    cfg: LossConfig | Mapping[str, object],
+    *,
+    num_tokens: Count,
+    num_sequences: Count,
+) -> tuple[Scalar, Metrics]:
+    """This micro-batch's share of the loss that `cfg` (a NeMo-RL `loss_fn`) describes.
+
+    `num_tokens` and `num_sequences` count the trained tokens and the samples of the global batch.
+
+    Raises:
+        ValueError: a shape differs, a value that `cfg` needs is missing, or `cfg` is not valid.
+    """
+    if not isinstance(cfg, LossConfig):
+        cfg = loss_config(cfg)
+    x = _select(inputs, cfg)
+    counts = (num_tokens, num_sequences)
+    surrogate = _surrogate(x, cfg)
+    correction = correction_of(cfg)
+    weights = importance_weights(x.prev, x.generation, x.mask, correction)
+    per_token = surrogate.loss
+    if cfg.use_importance_sampling_correction:
+        per_token = weights.applied * per_token
+    loss = _average(per_token, x.mask, cfg, counts)
+    kl = nll = loss.new_zeros(())
+    if _has_kl_term(cfg):
+        kl = _average(_kl_per_token(x, cfg), x.mask, cfg, counts)
+        loss = loss + cfg.reference_policy_kl_penalty * kl
+    if cfg.positive_example_nll_weight > 0:
+        nll = positive_nll(x.logprobs, x.rewards, x.mask, num_tokens)
+        loss = loss + cfg.positive_example_nll_weight * nll
+    with torch.no_grad():
+        metrics = _metrics(x, surrogate, cfg, counts)
+        metrics |= weight_metrics(weights, correction, x.mask, x.sample_mask, counts)
+        metrics |= {
+            "loss": Sum(loss.detach()),
+            "kl_penalty": Sum(kl.detach()),
+            "positive_nll_loss": Sum(nll.detach()),
+        }
+    return loss, metrics
+
+
+def loss_config(cfg: Mapping[str, object]) -> LossConfig:
+    """A NeMo-RL `loss_fn` mapping as a checked record.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or range, or a contradiction.
+    """
+    try:
+        return msgspec.convert(dict(cfg), LossConfig)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"loss_fn: {error}") from error
+
+
+def positive_nll(
+    logprobs: TokenLogProbs, rewards: SampleWeights, mask: TokenMask, num_tokens: Count
+) -> Scalar:
+    """Negative log-likelihood of samples with a positive reward, over all trained tokens.
+
+    L = - sum_{t: reward > 0} logp_t / N. NeMo-RL divides by the number of such tokens in the
+    micro-batch instead, which makes the loss depend on the split.
+
+    Source: Yuan et al. 2025 (VAPO), arXiv:2504.05118, eq. 10.
+    """
+    return masked_mean(-logprobs, mask & (rewards > 0).unsqueeze(-1), num_tokens)
+
+
+def _surrogate(x: _Selected, cfg: LossConfig) -> Surrogate:
+    """The algorithm that the config names."""
+    low, high = cfg.ratio_clip_min, cfg.ratio_clip_max
+    threshold = cfg.divergence_threshold or 0.0
+    match cfg.policy_loss_type:
+        case "clip":
+            return _clip_family(x, cfg)
+        case "sapo":
+            return sapo_loss(
+                token_ratio(x.logprobs, x.prev),
+                x.advantages,
+                cfg.sapo_temperature_positive,
+                cfg.sapo_temperature_negative,
+            )
+        case "gmpo":
+            return gmpo_loss(x.logprobs - x.prev, x.advantages, x.mask, low, high)
+        case "dppo_tv" | "dppo_kl" as kind:
+            return dppo_loss(
+                x.logprobs,
+                x.prev,
+                x.generation,
+                x.advantages,
+                divergence="tv" if kind == "dppo_tv" else "kl",
+                threshold=threshold,
+            )
+
+
+def _clip_family(x: _Selected, cfg: LossConfig) -> Surrogate:
+    """What NeMo-RL's switches select, in its order of precedence."""
+    low, high = cfg.ratio_clip_min, cfg.ratio_clip_max
+    if cfg.force_on_policy_ratio:
+        surrogate = on_policy_loss(x.logprobs, x.advantages)
+    elif cfg.disable_ppo_ratio:
+        surrogate = reinforce_loss(x.logprobs, x.advantages)
+    elif cfg.use_cispo:
+        ratio = token_ratio(x.logprobs, x.prev)
+        surrogate = cispo_loss(x.logprobs, ratio, x.advantages, low, high)
+    elif cfg.sequence_level_importance_ratios:
+        ratio = sequence_ratio(x.logprobs, x.prev, x.mask)
+        surrogate = clipped_pg_loss(ratio, x.advantages, low, high)
+    else:
+        surrogate = clipped_pg_loss(token_ratio(x.logprobs, x.prev), x.advantages, low, high)
+    if cfg.ratio_clip_c is not None:
+        surrogate = dual_clip(surrogate, x.advantages, cfg.ratio_clip_c)
+    return surrogate
+
+
+def _average(
+    x: TokenWeights, mask: TokenMask, cfg: LossConfig, counts: tuple[Count, Count]
+) -> Scalar:
+    """Share of the mean over the global batch.
+
+    DAPO and BNPO: over its tokens (BNPO's "batch" is here always the global one). GRPO: over its
+    sequences, of the mean over their tokens. Dr. GRPO: the sum over tokens, divided by the number
+    of sequences times a constant length.
+
+    Source: Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 12; Shao et al. 2024, arXiv:2402.03300,
+    eq. 3; Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
+    """
+    num_tokens, num_sequences = counts
+    if cfg.normalization_length is not None:
+        return masked_mean(x, mask, num_sequences * cfg.normalization_length)
+    if cfg.token_level_loss:
+        return masked_mean(x, mask, num_tokens)
+    return row_mean(x, mask).sum() / denominator(num_sequences, x.dtype)
+
+
+def _has_kl_term(cfg: LossConfig) -> bool:
+    return cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward
+
+
+def _kl_per_token(x: _Selected, cfg: LossConfig) -> TokenWeights:
+    """W k(reference - logprobs), W = exp(logprobs - sg(logprobs)) or exp(logprobs - generation).
+
+    The first weight is 1 and adds the score-function gradient, without which the gradient of an
+    estimator is not the gradient of the divergence.
+
+    Source: Tang and Munos 2025, arXiv:2506.09477.
+    """
+    assert x.reference is not None
+    behind = x.generation if cfg.use_on_policy_kl_approximation else x.logprobs.detach()
+    return weighted_kl(
+        x.logprobs,
+        x.reference,
+        bounded_exp(x.logprobs - behind),
+        kind=cfg.reference_policy_kl_type,
+        input_clamp=cfg.kl_input_clamp_value,
+        output_clamp=cfg.kl_output_clamp_value,
+    )
+
+
+def _metrics(
+    x: _Selected, surrogate: Surrogate, cfg: LossConfig, counts: tuple[Count, Count]
+) -> Metrics:
+    num_tokens = counts[0]
+    logprobs = x.logprobs.detach()
+    metrics = mismatch_metrics(
+        x.prev, x.generation, x.mask, cfg.reference_policy_kl_type, num_tokens
+    )
+    metrics |= surrogate_metrics(surrogate, x.mask, num_tokens)
+    metrics |= policy_metrics(logprobs, x.generation, x.mask, num_tokens)
+    metrics["num_valid_samples"] = Sum(x.sample_mask.sum())
+    metrics["overflow_tokens"] = overflow_tokens(
+        logprobs - x.prev, (x.prev - x.generation).abs(), logprobs - x.generation, mask=x.mask
+    )
+    if x.entropy is not None:
+        metrics["entropy"] = Sum(masked_mean(x.entropy, x.mask, num_tokens))
+    return metrics
+
+
+def _select(inputs: PolicyLossInputs, cfg: LossConfig) -> _Selected:
+    """Checks shapes, detaches, casts, and replaces masked values by zero."""
+    _check(inputs, cfg)
+    sample_mask = inputs.sample_mask != 0
+    mask = (inputs.token_mask != 0) & sample_mask.unsqueeze(-1)
+    dtype = torch.float64 if inputs.logprobs.dtype == torch.float64 else torch.float32
+
+    def chosen(x: Tensor) -> Tensor:
+        return torch.where(mask, x.to(dtype), 0.0)
+
+    def constant(x: Tensor) -> Tensor:
+        return chosen(x.detach())
+
+    logprobs = chosen(inputs.logprobs)
+    return _Selected(
+        logprobs=logprobs,
+        prev=logprobs.detach() if cfg.force_on_policy_ratio else constant(inputs.prev_logprobs),
+        generation=constant(inputs.generation_logprobs),
+        reference=(
+            constant(inputs.reference_logprobs)
+            if inputs.reference_logprobs is not None and _has_kl_term(cfg)
+            else None
+        ),
+        advantages=constant(inputs.advantages),
+        mask=mask,
+        sample_mask=sample_mask,
+        rewards=torch.where(sample_mask, inputs.rewards.detach().to(dtype), 0.0),
+        entropy=None if inputs.entropy is None else constant(inputs.entropy),
+    )
+
+
+def _check(inputs: PolicyLossInputs, cfg: LossConfig) -> None:
+    shape = inputs.logprobs.shape
+    if len(shape) != 2:
+        raise ValueError(f"logprobs has shape {tuple(shape)}; expected [batch, position]")
+    for name, value in inputs._asdict().items():
+        expected = shape[:1] if name in ("sample_mask", "rewards") else shape
+        if value is not None and value.shape != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; expected {tuple(expected)},"
+                f" because logprobs is {tuple(shape)}"
+            )
+    if _has_kl_term(cfg) and inputs.reference_logprobs is None:
+        raise ValueError(
+            f"reference_policy_kl_penalty is {cfg.reference_policy_kl_penalty} but"
+            " reference_logprobs is missing; compute them, or set the penalty to 0"
+        )
