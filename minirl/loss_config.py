@@ -81,7 +81,7 @@ class LossConfig(Section, frozen=True):
         _check_correction(self)
 
 
-def refuse_inert(cfg: LossConfig, estimator: "AdvEstimatorConfig") -> None:
+def refuse_inert(cfg: LossConfig) -> None:
     """Refuses settings that nothing in a run would read.
 
     Raises:
@@ -99,11 +99,6 @@ def refuse_inert(cfg: LossConfig, estimator: "AdvEstimatorConfig") -> None:
     _refuse(
         cfg.use_kl_in_reward and no_penalty,
         "use_kl_in_reward has no effect with reference_policy_kl_penalty 0; set the penalty",
-    )
-    _refuse(
-        cfg.use_kl_in_reward and estimator.name not in ("reinforce_plus_plus", "gae"),
-        f"use_kl_in_reward has no effect with estimator {estimator.name}, which has no token"
-        " rewards; use reinforce_plus_plus or gae, or unset it",
     )
     _refuse(
         cfg.use_on_policy_kl_approximation and (no_penalty or cfg.use_kl_in_reward),
