@@ -8,7 +8,7 @@ A group whose rewards are equal teaches nothing: its group-relative advantage is
 when the reward is a number such as 0.3 whose sum does not divide back to it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,12 +55,12 @@ def advantages(
     scores: Scores,
     tokens: TokenInputs,
     *,
-    rows: slice = slice(None),
+    rows: Sequence[int] | None = None,
     sum_over: SumOver = alone,
 ) -> TokenWeights:
     """Token advantages of this rank's samples; 0 outside their masks.
 
-    `rows` are the samples of `scores` that `tokens` holds, in order. All samples vote in their
+    `rows` are the samples of `scores` that `tokens` holds, in its order; None is all. All samples vote in their
     group's statistics, also those that the sample mask keeps out of the loss. `loss` is read for
     the KL penalty in the reward.
 
@@ -77,18 +77,19 @@ def advantages(
             " dropped; use reinforce_plus_plus or gae, or put the penalty into the loss"
         )
     mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
+    mine = list(range(len(scores.rewards)) if rows is None else rows)
     match cfg.name:
         case "grpo":
-            return _spread(_grpo(cfg, scores)[rows], mask)
+            return _spread(_grpo(cfg, scores)[mine], mask)
         case "gdpo":
-            return _spread(_gdpo(cfg, scores)[rows], mask)
+            return _spread(_gdpo(cfg, scores)[mine], mask)
         case "reinforce_plus_plus":
-            return _reinforce_plus_plus(cfg, loss, scores, tokens, rows, sum_over)
+            return _reinforce_plus_plus(cfg, loss, scores, tokens, mine, sum_over)
         case "raw_reward":
-            spread = _spread(scores.rewards[rows], mask)
+            spread = _spread(scores.rewards[mine], mask)
             return standardize(spread, mask, sum_over) if cfg.normalize_advantages else spread
         case "gae":
-            return generalized_advantages(cfg, loss, scores.rewards[rows], tokens, sum_over)[0]
+            return generalized_advantages(cfg, loss, scores.rewards[mine], tokens, sum_over)[0]
         case "opd":
             return distillation_advantages(tokens)
 
@@ -249,7 +250,7 @@ def _reinforce_plus_plus(
     loss: LossConfig,
     scores: Scores,
     tokens: TokenInputs,
-    rows: slice,
+    rows: list[int],
     sum_over: SumOver,
 ) -> TokenWeights:
     """REINFORCE++: rewards (minus the group's mean) minus beta KL, standardized over all tokens.
