@@ -1,0 +1,47 @@
+# The two commands of the README are `make grpo` and `make test`; each sets up first.
+.NOTPARALLEL:
+.PHONY: help setup grpo test quick lint types format pins
+
+# One thread a process: two ranks share the machine, and vLLM's CPU kernels are slower with more.
+export OMP_NUM_THREADS := 1
+# Pyright is bundled in its wheel: it need not ask the network for a newer one.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+unexport VIRTUAL_ENV PYTHONHOME
+
+BIN := .venv/bin
+RUN := runs/grpo_tiny
+
+help:
+	@echo "make grpo    set up, then train the tiny model with GRPO on this machine's CPU"
+	@echo "make test    set up, then lint, type checks and every test"
+	@echo "make quick   set up, then the tests that take less than 5 seconds each"
+	@echo "make lint types format pins"
+
+setup:
+	@bash .ci/setup
+
+grpo: setup
+	$(BIN)/python bin/make_tiny.py
+	$(BIN)/torchrun --nproc-per-node 2 bin/grpo.py --config bin/recipes/grpo_tiny_cpu.yaml
+
+test: lint types
+	$(BIN)/pytest -q --durations=10
+
+quick: setup
+	$(BIN)/pytest -q -m "not slow"
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Resolves pyproject.toml into .ci/pins.txt. Versions stay unless ARGS=--upgrade is given.
+pins:
+	@bash .ci/setup pins $(ARGS)

@@ -1,0 +1,80 @@
+"""minirl: reinforcement-learning post-training of language models that one person can audit.
+
+This is the map. Imports go only upward in the list below, so it is also the order to read the
+files in. A newcomer's hour: types, advantages, policy_losses, backend, engine, algos/sft,
+algos/grpo, bin/grpo; the backends last.
+
+Words. A *prompt* is one problem. The *group* of a prompt is all samples drawn from it in one step;
+groups have ids and are never compared by text. A *trajectory* is one sample with its prompt; a
+*row* is a trajectory padded on the right; a *micro-batch* is the rows of one forward pass. A *step*
+is one rollout and all of its optimizer *updates*. A *refit* copies the trainer's weights into the
+engine. The *version* of weights is the number of updates behind them. An *axis* is a set of ranks.
+
+A token has up to four log-probs, and each keeps its name everywhere:
+generation_logprobs  by the engine, when it sampled the token
+prev_logprobs        by the trainer, with the same weights, before the update
+logprobs             by the trainer now; the only one that carries a gradient
+reference_logprobs   by the frozen policy that the run started from
+
+Three rules explain most of the code. Losses and metrics are sums, divided once by a count of the
+*global* batch, so any split over ranks and micro-batches gives the same gradient. Whatever changes
+memory that it was given has a name that ends in `_`, and the state it was given is refused
+afterwards. Bad input is an error that names the key, the value, the rule and the remedy.
+
+Values: records and settings
+    types.py                   the records that travel, and the names of tensor shapes
+    rng.py                     keys: randomness as an argument
+    metrics.py                 metrics that add up over micro-batches, updates and ranks
+    loader.py                  YAML and overrides to one frozen record, and back
+    loss_config.py             settings of the loss and of the advantages
+    config.py                  every other section of a run
+
+Arithmetic: pure functions of tensors, on one process
+    reduce.py                  masked sums and means; where NaN and overflow stop
+    logprobs.py                log-probs and entropy from logits
+    kl.py                      estimators of the KL divergence
+    groups.py                  statistics of the samples of one prompt
+    mismatch.py                the engine against the trainer: importance weights
+    policy_losses.py           one surrogate for each algorithm, per token
+    loss_metrics.py            what is logged about a policy loss
+    losses.py                  the policy loss: selects, composes, averages
+    losses_supervised.py       next-token negative log-likelihood
+    advantages.py              from rewards to advantages
+
+Text and tasks: from files to prompts, from answers to rewards
+    chat.py                    conversations to tokens, once; tokens to text
+    verifier_pool.py           processes that survive what a model wrote
+    verifiers.py               what runs in them
+    data.py                    datasets as values, and a stream that a cursor resumes
+    rewards.py                 answers to scores
+
+Contracts: records of functions, and what is built on them alone
+    parallel.py                process groups; sums and gathers over an axis
+    backend.py                 what training offers
+    engine.py                  what generation offers
+    rollout.py                 prompts to trajectories to padded rows
+    log.py                     metrics file and terminal; the only module that prints
+    hf.py                      cheap checks of a model's folder
+    update.py                  one optimizer update: global counts, then additive losses
+
+Backends: the only mutable objects; each file alone imports its dependency
+    backends/norms.py          the gradient norm of sharded parameters
+    backends/optim.py          optimizers and schedules by import path
+    backends/shards.py         a sharded training state on disk
+    backends/dtensor.py        any Hugging Face causal LM under FSDP2
+    backends/hf_generate.py    the oracle engine: slow and easy to check
+    backends/vllm.py           vLLM inside every rank
+    backends/__init__.py       the choice between them
+
+Algorithms: the steps and the loop
+    algos/layout.py            which rank trains which rows
+    algos/sft.py               supervised fine-tuning
+    algos/evaluate.py          accuracy on held-out problems
+    algos/grpo.py              GRPO and its family
+    algos/loop.py              step, validate, save, log, until done
+    algos/launch.py            from a config to a finished run
+    algos/tiny.py              a small model made from nothing
+
+Commands
+    bin/make_tiny.py           makes the tiny model
+"""

@@ -1,0 +1,29 @@
+"""The map in `minirl/__init__.py` is complete, and README's commands exist."""
+
+import ast
+import re
+
+from tree import parse, python_files, read, reading_order
+
+
+def test_the_map_names_every_file_once():
+    listed = [f for f in reading_order() if f != "minirl/__init__.py"]
+    assert sorted(listed) == sorted(
+        f for f in python_files("minirl", "bin") if f != "minirl/__init__.py"
+    )
+
+
+def test_the_map_module_holds_nothing_but_the_map():
+    assert len(parse("minirl/__init__.py").body) == 1
+
+
+def test_every_file_says_what_it_is_for():
+    silent = [f for f in python_files("minirl", "bin", "tests") if not ast.get_docstring(parse(f))]
+    assert silent == []
+
+
+def test_every_make_command_of_the_readme_exists():
+    named = set(re.findall(r"\bmake ([a-z]+)", read("README.md")))
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
+    assert named
+    assert named <= targets
