@@ -1,0 +1,209 @@
+"""From a config to a finished GRPO run: everything is checked, then opened, then the loop runs.
+
+In order of cost: the config, the number of ranks, the model's folder, the tokenizer, the data,
+the run folder, the reward function; only then the model, and the engine last, since a closing
+engine takes the process group with it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minirl.algos import grpo, loop
+from minirl.algos.evaluate import ScoreFn, accuracy, answer
+from minirl.backend import TrainState
+from minirl.backends import open_backend, open_engine
+from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
+from minirl.checkpoint import latest, save
+from minirl.config import GrpoRun, check_launch
+from minirl.data import Datasets, load_datasets
+from minirl.engine import Sampling
+from minirl.hf import check_model, end_token_ids
+from minirl.loader import dump
+from minirl.log import (
+    Log,
+    curve,
+    metrics_path,
+    open_log,
+    prepare_run_dir,
+    read_metrics,
+    timed,
+    user_errors,
+)
+from minirl.parallel import Axis, launched_size, world
+from minirl.rewards import Answer, RewardFn, open_rewards
+from minirl.rng import fold_in, key_of
+from minirl.types import Prompt, Sample, Trajectory
+
+
+class Inputs(NamedTuple):
+    """What a run reads before any model exists."""
+
+    tokenizer: Tokenizer
+    data: Datasets
+    sampling: Sampling
+
+
+def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
+    """Checks the launch and the model's folder; reads the tokenizer and the data.
+
+    Raises:
+        ValueError: anything is missing or does not fit; nothing expensive has started.
+    """
+    check_launch(run, num_ranks)
+    check_model(run.policy.model_name)
+    tokenizer = load_tokenizer(run.policy.tokenizer)
+    kwargs = run.policy.tokenizer.chat_template_kwargs
+    data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
+    generation = run.policy.generation
+    ends = stop_token_ids(tokenizer, end_token_ids(run.policy.model_name))
+    sampling = Sampling(
+        temperature=generation.temperature,
+        max_tokens=generation.max_new_tokens,
+        stop_token_ids=tuple(sorted({*ends, *(generation.stop_token_ids or ())})),
+        stop_strings=tuple(generation.stop_strings or ()),
+    )
+    return Inputs(tokenizer, data, sampling)
+
+
+def run_grpo(run: GrpoRun) -> None:
+    """The whole run.
+
+    What the user gave is checked before the process group opens, alike on every rank, and ends
+    the process with a message; what fails later is raised.
+
+    Collective: every launched rank calls it with the same config.
+    """
+    run_dir, folder = Path(run.logger.log_dir), Path(run.checkpointing.checkpoint_dir)
+    with ExitStack() as stack:
+        with user_errors():
+            inputs = read_inputs(run, launched_size())
+            prepare_run_dir(run_dir, dump(run))
+            reward = stack.enter_context(open_rewards(run.env, run.data.train))
+        axis = stack.enter_context(world())
+        score = partial(score_samples, inputs.tokenizer, reward)
+        state, parts = stack.enter_context(_open_parts(run, inputs, score, axis))
+        total = num_steps(run, inputs.data)
+        log = stack.enter_context(open_log(run_dir, state.step, total, axis.rank))
+        _announce(inputs.data, state, total, log)
+        loop.run(
+            state,
+            _plan(run, total),
+            step=lambda s: grpo.step(s, parts, run),
+            evaluate=lambda s: validate(s, parts, inputs, run, log),
+            save=lambda s: save(parts.backend, s, folder, axis),
+            log=log,
+        )
+        if axis.rank == 0:
+            log.say(learning_curve(metrics_path(run_dir)))
+
+
+def num_steps(run: GrpoRun, data: Datasets) -> int:
+    """Whole steps within `max_num_steps` and `max_num_epochs`."""
+    prompts = len(data.train.prompts) * run.grpo.max_num_epochs
+    return min(run.grpo.max_num_steps, prompts // run.grpo.num_prompts_per_step)
+
+
+def _plan(run: GrpoRun, total: int) -> loop.Plan:
+    cfg = run.grpo
+    period = run.checkpointing.save_period if run.checkpointing.enabled else 0
+    return loop.Plan(total, cfg.val_period, cfg.val_at_start, cfg.val_at_end, period)
+
+
+@contextmanager
+def _open_parts(
+    run: GrpoRun, inputs: Inputs, score: ScoreFn, axis: Axis
+) -> Iterator[tuple[TrainState[Any], grpo.Parts[Any]]]:
+    """Backend, then engine; the weights of the last checkpoint, if there is one, in both."""
+    backend, state = open_backend(
+        run.policy,
+        axis,
+        key_of(run.grpo.seed),
+        with_reference=grpo.needs_reference(run.loss_fn),
+    )
+    folder = latest(Path(run.checkpointing.checkpoint_dir)) if run.checkpointing.enabled else None
+    if folder is not None:
+        state = backend.load_(state, folder)
+    engine = open_engine(run.policy)
+    try:
+        engine.load_(backend.export(state), state.updates)
+        yield state, grpo.Parts(backend, engine, inputs.data.train, score, inputs.sampling)
+    finally:
+        engine.close()
+
+
+def score_samples(
+    tokenizer: Tokenizer,
+    reward: RewardFn,
+    prompts: Sequence[Prompt],
+    trajectories: Sequence[Trajectory],
+) -> list[Sample]:
+    """Renders what was sampled, once, and has it judged."""
+    by_id = {prompt.id: prompt for prompt in prompts}
+    texts = decode(tokenizer, [sampled_tokens(t) for t in trajectories])
+    scores = reward(
+        [
+            Answer(by_id[t.prompt_id], text, t.truncated)
+            for t, text in zip(trajectories, texts, strict=True)
+        ]
+    )
+    return [Sample(t, s, s.reward) for t, s in zip(trajectories, scores, strict=True)]
+
+
+def sampled_tokens(trajectory: Trajectory) -> list[int]:
+    """The tokens that the policy wrote."""
+    return [t for t, drawn in zip(trajectory.tokens, trajectory.sampled, strict=True) if drawn]
+
+
+def validate(
+    state: TrainState[Any], parts: grpo.Parts[Any], inputs: Inputs, run: GrpoRun, log: Log
+) -> dict[str, float]:
+    """Accuracy on the held-out prompts, as trained and (if asked) greedily. Collective."""
+    assert inputs.data.validation is not None
+    prompts = inputs.data.validation.prompts[: run.grpo.max_val_samples]
+    key = fold_in(state.key, "validation", state.step)
+    names = {"val/accuracy": inputs.sampling}
+    if run.grpo.val_greedy:
+        names["val/accuracy_greedy"] = inputs.sampling._replace(temperature=0.0)
+    seconds: dict[str, float] = {}
+    metrics: dict[str, float] = {}
+    with timed(seconds, "validation"):
+        for name, sampling in names.items():
+            samples = answer(
+                parts.engine, prompts, sampling, parts.score, parts.backend.data_axis, key
+            )
+            metrics[name] = accuracy(samples)
+            if name == "val/accuracy":
+                show_samples(samples[: run.logger.num_val_samples_to_print], inputs.tokenizer, log)
+    return metrics | {"time/validation_s": seconds["validation"]}
+
+
+def show_samples(samples: Sequence[Sample], tokenizer: Tokenizer, log: Log) -> None:
+    """Some answers, with their rewards."""
+    texts = decode(tokenizer, [sampled_tokens(s.trajectory) for s in samples])
+    for s, text in zip(samples, texts, strict=True):
+        log.say(f"  prompt {s.trajectory.prompt_id}: reward {s.score.reward:g}: {text!r}")
+
+
+def _announce(data: Datasets, state: TrainState[Any], total: int, log: Log) -> None:
+    held = 0 if data.validation is None else len(data.validation.prompts)
+    filtered = data.train.num_filtered + (data.validation.num_filtered if data.validation else 0)
+    log.say(
+        f"{len(data.train.prompts)} training prompts, {held} for validation "
+        f"({data.num_shared} of them also in training; left out: {data.num_duplicates} duplicates, "
+        f"{filtered} too long); steps {state.step + 1} to {total}"
+    )
+
+
+def learning_curve(path: Path) -> str:
+    """The run's accuracy over its steps, or its reward where it was not validated."""
+    lines = read_metrics(path)
+    points: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name in ("val/accuracy", "val/accuracy_greedy", "train/reward_mean"):
+            x = line.get(name)
+            if x is not None:
+                points.setdefault(name, []).append((int(line["step"] or 0), x))
+    return curve(points, "learning curve") if points else "no step was taken"

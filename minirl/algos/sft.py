@@ -1,0 +1,65 @@
+"""Supervised fine-tuning: next-token loss on the demonstrated tokens. Read this algorithm first.
+
+In: demonstrations as token rows with a mask. Out: a trained state. Left out, for now: a command
+of its own, validation, multi-turn chats.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
+from minirl.losses_supervised import nll_loss
+from minirl.metrics import Metrics
+from minirl.parallel import reduce_metrics, sum_over
+from minirl.types import Rows, Scalar, TokenMask
+
+M = TypeVar("M")
+
+
+class Demonstration(NamedTuple):
+    """A prompt and the answer to imitate."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def collate(demonstrations: Sequence[Demonstration], pad_id: int) -> tuple[Rows, TokenMask]:
+    """Right-padded rows, and the positions that predict an answer's token.
+
+    >>> rows, mask = collate([Demonstration((5, 6), (7, 8)), Demonstration((5,), (9,))], 0)
+    >>> rows.tokens.tolist(), rows.lengths.tolist()
+    ([[5, 6, 7, 8], [5, 9, 0, 0]], [4, 2])
+    >>> mask.int().tolist()
+    [[0, 1, 1], [1, 0, 0]]
+    """
+    lengths = torch.tensor([len(d.prompt) + len(d.answer) for d in demonstrations])
+    tokens = torch.full((len(demonstrations), int(lengths.max())), pad_id)
+    mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool)
+    for row, d in enumerate(demonstrations):
+        tokens[row, : lengths[row]] = torch.tensor(d.prompt + d.answer)
+        mask[row, len(d.prompt) - 1 : int(lengths[row]) - 1] = True
+    return Rows(tokens, lengths), mask
+
+
+def step(
+    state: TrainState[M],
+    micro_batches: Sequence[tuple[Rows, TokenMask]],
+    backend: Backend[M],
+) -> tuple[TrainState[M], Metrics]:
+    """One update on the mean loss over all demonstrated tokens of all ranks.
+
+    Consumes: `state`. Collective: every rank calls it with its own micro-batches.
+    """
+    trained = float(sum(int(mask.sum()) for _, mask in micro_batches))
+    [num_tokens] = sum_over([trained], backend.data_axis)
+
+    def work(rows: Rows, mask: TokenMask) -> Work:
+        def loss(output: TokenOutput) -> tuple[Scalar, Metrics]:
+            return nll_loss(output.logprobs, mask, num_tokens=num_tokens)
+
+        return Work(rows, TokenHead(), loss)
+
+    state, metrics = backend.update_(state, [work(*each) for each in micro_batches])
+    return backend.end_step_(state), reduce_metrics(metrics, backend.data_axis)

@@ -1,0 +1,69 @@
+"""Checks on a model's folder that cost nothing, before anything expensive starts."""
+
+import json
+from pathlib import Path
+
+
+def check_model(name: str, key: str = "policy.model_name") -> None:
+    """Refuses a model that could not be loaded, without loading it.
+
+    A folder must hold a config.json that names an architecture, and weights as safetensors
+    (pickled weights are never read). A name that is no folder is taken for one on the Hugging
+    Face hub, where its configuration must be reachable or cached.
+
+    Raises:
+        ValueError: names the key, the value, and what is missing.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        _check_folder(folder, key)
+    elif folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(
+            f"{key}: there is no folder {name!r} (from {str(Path.cwd())!r}); "
+            "give a model's folder or a Hugging Face name such as 'Qwen/Qwen2.5-1.5B'"
+        )
+    else:
+        _check_hub(name, key)
+
+
+def _check_folder(folder: Path, key: str) -> None:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"{key}: {str(folder)!r} has no config.json, so it is not a model in Hugging Face format"
+        )
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{key}: {str(file)!r} is not JSON ({error})") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ValueError(f"{key}: {str(file)!r} names no model_type; is it a model's config?")
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{key}: {str(folder)!r} has no *.safetensors; minirl reads no pickled weights: "
+            "convert them with save_pretrained(..., safe_serialization=True)"
+        )
+
+
+def _check_hub(name: str, key: str) -> None:
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ValueError(
+            f"{key}: {name!r} is neither a folder here nor a readable Hugging Face model ({first_line})"
+        ) from error
+
+
+def end_token_ids(name: str) -> int | list[int] | None:
+    """`eos_token_id` of the model's generation config, else of its config; it may list several."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False).eos_token_id
+    ids: int | list[int] | None = found
+    return ids

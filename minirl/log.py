@@ -1,0 +1,185 @@
+"""Where a run's numbers and words go: a file, the terminal; on rank 0 only.
+
+The only module that prints. `metrics.jsonl` gets one JSON object a step; a number that is not
+finite is written as null, which JSON can hold. The terminal shows one line a step over a progress
+bar, and plain lines where it is not a terminal.
+"""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Functions of an open log. On ranks other than 0 they do nothing."""
+
+    step: Callable[[int, Mapping[str, float]], None]
+    """Record the metrics of a step and show its line."""
+    say: Callable[[str], None]
+    """Show a sentence."""
+
+
+SILENT = Log(step=lambda step, metrics: None, say=lambda text: None)
+"""The log of every rank but the first."""
+
+SHOWN = {
+    "train/reward_mean": "reward",
+    "train/loss": "loss",
+    "train/grad_norm": "grad",
+    "train/token_mult_prob_error": "mult_err",
+    "val/accuracy": "val",
+    "val/accuracy_greedy": "val_greedy",
+    "time/total_s": "s",
+}
+"""Metric names of the line a step, with their short names."""
+
+
+def metrics_path(run_dir: Path) -> Path:
+    """The file of one JSON object a step."""
+    return run_dir / "metrics.jsonl"
+
+
+def prepare_run_dir(run_dir: Path, config_yaml: str) -> None:
+    """Makes the run folder and writes the resolved config into it, on the first rank.
+
+    A `metrics.jsonl` of an earlier run is kept under a numbered name.
+
+    Raises:
+        ValueError: the folder cannot be made or written.
+    """
+    if not is_first_rank():
+        return
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(config_yaml)
+    except OSError as error:
+        raise ValueError(
+            f"logger.log_dir: {str(run_dir)!r} cannot be written ({error.strerror}); "
+            "name a folder that you may write to"
+        ) from error
+    old = metrics_path(run_dir)
+    if old.exists():
+        taken = len(list(run_dir.glob("metrics-*.jsonl")))
+        old.rename(run_dir / f"metrics-{taken + 1}.jsonl")
+
+
+@contextmanager
+def open_log(run_dir: Path, first_step: int, last_step: int, rank: int) -> Iterator[Log]:
+    """Rank 0 appends to `<run_dir>/metrics.jsonl` and shows progress; other ranks are silent."""
+    if rank != 0:
+        yield SILENT
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    with metrics_path(run_dir).open("a") as file:
+        if not console.is_terminal:
+            yield Log(
+                step=lambda step, metrics: _plain(file, step, metrics),
+                say=lambda text: _print(text),
+            )
+            return
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("steps", total=last_step, completed=first_step)
+
+            def show(step: int, metrics: Mapping[str, float]) -> None:
+                _write(file, step, metrics)
+                progress.console.print(_line(step, metrics))
+                progress.update(task, completed=step)
+
+            yield Log(step=show, say=progress.console.print)
+
+
+def _write(file: TextIO, step: int, metrics: Mapping[str, float]) -> None:
+    clean = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+    file.write(json.dumps({"step": step, **clean}) + "\n")
+    file.flush()
+
+
+def _plain(file: TextIO, step: int, metrics: Mapping[str, float]) -> None:
+    _write(file, step, metrics)
+    _print(_line(step, metrics))
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _line(step: int, metrics: Mapping[str, float]) -> str:
+    """The line of one step.
+
+    >>> _line(3, {"train/loss": 0.25, "time/total_s": 1.5})
+    'step    3  loss 0.2500  s 1.5000'
+    """
+    shown = [f"{short} {metrics[name]:.4f}" for name, short in SHOWN.items() if name in metrics]
+    return "  ".join([f"step {step:>4}", *shown])
+
+
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """The lines of a `metrics.jsonl`, in order."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def curve(points: Mapping[str, Sequence[tuple[int, float]]], title: str) -> str:
+    """A chart of named curves for a terminal, x from the first number of each point."""
+    import plotext
+
+    plotext.clear_figure()
+    plotext.theme("clear")
+    plotext.plot_size(72, 18)
+    plotext.title(title)
+    plotext.xlabel("step")
+    for marker, (name, pairs) in zip("ox+*", points.items(), strict=False):
+        xs, ys = zip(*pairs, strict=True)
+        plotext.plot(list(xs), list(ys), label=name, marker=marker)
+    text: str = plotext.build()
+    return text
+
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the seconds that the block took to `seconds[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def is_first_rank() -> bool:
+    """Whether this process is torchrun's first, or the only one. Known before any group exists."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def say(text: str) -> None:
+    """Shows a sentence, on the first rank."""
+    if is_first_rank():
+        _print(text)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the process with status 2 and the message of a ValueError: one in what the user gave.
+
+    For what every rank checks alike: the message is shown once, by the first. Set
+    MINIRL_TRACEBACK=1 to see where it was raised.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if os.environ.get("MINIRL_TRACEBACK"):
+            raise
+        if is_first_rank():
+            sys.stderr.write(f"error: {error}\n")
+        raise SystemExit(2) from error
