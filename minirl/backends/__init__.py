@@ -1,0 +1,49 @@
+"""The choice of backend and engine from the config; each is imported only when it is chosen."""
+
+from typing import Any
+
+from minirl.backend import Backend, TrainState
+from minirl.config import PolicyConfig
+from minirl.engine import Engine
+from minirl.parallel import Axis
+from minirl.rng import Key
+
+
+def open_backend(
+    cfg: PolicyConfig, axis: Axis, key: Key, *, with_reference: bool = False
+) -> tuple[Backend[Any], TrainState[Any]]:
+    """The training backend that `cfg` enables, with the model loaded, and a fresh state.
+
+    The handle's type is opaque to callers. See the backend's own `open_backend`.
+
+    Collective: every rank of `axis` calls this.
+
+    Raises:
+        ValueError: no backend is enabled, or as the backend's own.
+    """
+    match cfg:
+        case PolicyConfig() if cfg.dtensor_cfg.enabled:
+            from minirl.backends import dtensor
+
+            return dtensor.open_backend(cfg, axis, key, with_reference=with_reference)
+        case _:
+            raise ValueError("no training backend is chosen: set policy.dtensor_cfg.enabled=true")
+
+
+def open_engine(cfg: PolicyConfig) -> Engine:
+    """The engine that `policy.generation.backend` names, with the weights of `cfg.model_name`.
+
+    Collective: every launched rank calls this, after the process group exists.
+
+    Raises:
+        ValueError: as the engine's own `open_engine`.
+    """
+    match cfg.generation.backend:
+        case "vllm":
+            from minirl.backends import vllm
+
+            return vllm.open_engine(cfg.generation, cfg.model_name)
+        case "hf":
+            from minirl.backends import hf_generate
+
+            return hf_generate.open_engine(cfg.generation, cfg.model_name)

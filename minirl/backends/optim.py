@@ -1,0 +1,96 @@
+"""Optimizers and learning-rate schedules by import path, as the YAML names them.
+
+`policy.optimizer` is `{name: torch.optim.AdamW, kwargs: {lr: 1e-6, ...}}`. `policy.scheduler` is a
+list of such entries; two or more are joined at the steps given by one entry `{milestones: [50]}`.
+The unit of a schedule is a step of the algorithm (one rollout and its updates), not an update.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+
+from minirl.config import OptimizerConfig, ScheduleConfig
+
+C = TypeVar("C")
+
+
+def check(optimizer: OptimizerConfig, scheduler: list[ScheduleConfig] | None) -> None:
+    """Tries the two on a parameter of one element, before any model is loaded.
+
+    Raises:
+        ValueError: as `build`, or the schedule cannot advance without a measured quantity.
+    """
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    weight.grad = torch.zeros(1, 1)
+    built, schedule = build(optimizer, scheduler, [weight])
+    built.step()
+    if schedule is not None:
+        try:
+            advance_(schedule)
+        except TypeError as error:
+            raise ValueError(
+                f"policy.scheduler: the schedule cannot be advanced by step() alone ({error})"
+            ) from error
+
+
+def build(
+    optimizer: OptimizerConfig,
+    scheduler: list[ScheduleConfig] | None,
+    parameters: Sequence[Tensor],
+) -> tuple[Optimizer, LRScheduler | None]:
+    """The optimizer over `parameters`, as one group, and its schedule; none: a constant rate.
+
+    Raises:
+        ValueError: a path that leads to no such class, or arguments that it refuses; the message
+            names the key.
+    """
+    cls = _class_at(optimizer.name, Optimizer, "policy.optimizer.name")
+    built = _construct(cls, "policy.optimizer", parameters, optimizer.kwargs)
+    parts: list[LRScheduler] = []
+    milestones: list[int] = []
+    for i, entry in enumerate(scheduler or []):
+        if entry.name is not None:
+            key = f"policy.scheduler[{i}]"
+            part = _class_at(entry.name, LRScheduler, f"{key}.name")
+            parts.append(_construct(part, key, built, entry.kwargs))
+        milestones += entry.milestones or []
+    if len(parts) > 1:
+        return built, SequentialLR(built, parts, milestones)
+    return built, parts[0] if parts else None
+
+
+def advance_(schedule: LRScheduler) -> None:
+    """One step of the schedule."""
+    with warnings.catch_warnings():
+        # torch warns when no optimizer step came before. Here that is right: the updates of the
+        # first step may all have been skipped, and the schedule counts steps of the algorithm.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        schedule.step()
+
+
+def _class_at(path: str, base: type[C], key: str) -> type[C]:
+    module, _, name = path.rpartition(".")
+    try:
+        found = vars(importlib.import_module(module)).get(name) if module else None
+    except ImportError as error:
+        raise ValueError(f"{key}: cannot import {path!r} ({error})") from error
+    if isinstance(found, type) and issubclass(found, base):
+        return found
+    raise ValueError(
+        f"{key}: {path!r} is no {base.__name__}; give its import path, "
+        "such as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR"
+    )
+
+
+def _construct(cls: type[C], key: str, first: object, kwargs: dict[str, Any]) -> C:
+    make = cast("Callable[..., C]", cls)
+    try:
+        return make(first, **kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs} ({error})") from error

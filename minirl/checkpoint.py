@@ -1,0 +1,44 @@
+"""Checkpoints of a run: one folder a step, complete or absent.
+
+A folder is written under another name and renamed when every rank is done, so one that exists
+under its own name can be read. What is inside is the backend's business.
+"""
+
+import shutil
+from pathlib import Path
+from typing import TypeVar
+
+from minirl.backend import Backend, TrainState
+from minirl.parallel import Axis, barrier
+
+M = TypeVar("M")
+
+
+def save(backend: Backend[M], state: TrainState[M], run: Path, axis: Axis) -> Path:
+    """Writes the state into `run/step_N`, replacing what was there, and returns that folder.
+
+    Collective: every rank of `axis` calls this; `run` is on a file system that they share.
+    """
+    folder = run / f"step_{state.step}"
+    part = run / f"step_{state.step}.part"
+    if axis.rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    barrier(axis)
+    backend.save(state, part)
+    barrier(axis)
+    if axis.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+    barrier(axis)
+    return folder
+
+
+def latest(run: Path) -> Path | None:
+    """The complete checkpoint of the highest step in `run`, if there is one."""
+    steps = {
+        int(folder.name.removeprefix("step_")): folder
+        for folder in run.glob("step_*")
+        if folder.name.removeprefix("step_").isdecimal()
+    }
+    return steps[max(steps)] if steps else None

@@ -1,0 +1,145 @@
+"""Rank processes that stay alive for the whole test session; a test sends them jobs.
+
+Starting a process that imports torch and transformers takes seconds, so the pool grows on demand
+and is reused. A job is a module-level function of a test module: `run_ranks(2, fn, x)` runs
+`fn(axis, x)` on two ranks, inside a gloo group that is made and destroyed for the job, and returns
+both results. An exception in a rank is raised here with the rank's traceback. A job that hangs is
+killed, together with the pool, which then starts anew.
+"""
+
+import multiprocessing as mp
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+
+from minirl.parallel import Axis
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+GRACE_S = 5.0
+"""How long the other ranks may take after one has failed; they may be waiting for it."""
+
+
+class _Worker(NamedTuple):
+    process: Any
+    pipe: Connection
+
+
+_pool: list[_Worker] = []
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+def run_ranks(
+    n: int, fn: Callable[Concatenate[Axis, P], R], *args: P.args, **kwargs: P.kwargs
+) -> list[R]:
+    """The results of `fn(axis, *args, **kwargs)` on ranks 0 to n - 1.
+
+    Raises:
+        RankError: a rank raised, died, or did not answer within 120 s.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _grow(n)
+        workers = _pool[:n]
+        for rank, worker in enumerate(workers):
+            worker.pipe.send((rank, n, str(Path(folder) / "store"), fn, args, kwargs))
+        answers = _collect(workers, timeout_s=120.0)
+    failures = [f"rank {rank}: {a[1]}" for rank, a in enumerate(answers) if not a[0]]
+    if failures:
+        raise RankError("\n".join(failures))
+    return [cast("R", a[1]) for a in answers]
+
+
+def close_pool() -> None:
+    """Ends every rank process, by force."""
+    for worker in _pool:
+        worker.process.kill()
+        worker.process.join()
+    _pool.clear()
+
+
+def _grow(n: int) -> None:
+    context = mp.get_context("spawn")
+    while len(_pool) < n:
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there, sys.path), daemon=True)
+        process.start()
+        there.close()
+        _pool.append(_Worker(process, here))
+
+
+def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[bool, Any]]:
+    answers: dict[int, tuple[bool, Any]] = {}
+    deadline = monotonic() + timeout_s
+    while len(answers) < len(workers):
+        open_pipes = {w.pipe: r for r, w in enumerate(workers) if r not in answers}
+        ready = wait(list(open_pipes), timeout=max(0.0, deadline - monotonic()))
+        for pipe in ready:
+            rank = open_pipes[cast("Connection", pipe)]
+            try:
+                answers[rank] = cast("Connection", pipe).recv()
+            except EOFError:
+                answers[rank] = (False, "the process died")
+            if not answers[rank][0]:
+                deadline = min(deadline, monotonic() + GRACE_S)
+        if not ready:
+            break
+    missing = (False, "no answer: it hangs, or waits for a rank that failed")
+    complete = [answers.get(rank, missing) for rank in range(len(workers))]
+    if len(answers) < len(workers) or any(a == (False, "the process died") for a in complete):
+        close_pool()
+    return complete
+
+
+def _serve(pipe: Connection, path: list[str]) -> None:
+    """Runs jobs until the session ends."""
+    import faulthandler
+
+    import torch
+
+    faulthandler.enable()
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    _check_shapes()
+    while True:
+        try:
+            rank, size, store, fn, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, _in_group(rank, size, store, fn, args, kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+def _in_group(rank: int, size: int, store: str, fn: Any, args: Any, kwargs: Any) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    try:
+        return fn(Axis(rank, size, dist.group.WORLD), *args, **kwargs)
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_shapes() -> None:
+    """The run-time shape checks that pytest's plugin installs in the main process."""
+    from jaxtyping import install_import_hook
+
+    install_import_hook("minirl", "beartype.beartype")
