@@ -9,7 +9,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 unexport VIRTUAL_ENV PYTHONHOME
 
 BIN := .venv/bin
-RUN := runs/grpo_tiny
+RECIPE := bin/recipes/grpo_tiny_cpu.yaml
 
 help:
 	@echo "make grpo    set up, then train the tiny model with GRPO on this machine's CPU"
@@ -21,8 +21,8 @@ setup:
 	@bash .ci/setup
 
 grpo: setup
-	$(BIN)/python bin/make_tiny.py
-	$(BIN)/torchrun --nproc-per-node 2 bin/grpo.py --config bin/recipes/grpo_tiny_cpu.yaml
+	$(BIN)/python bin/make_tiny.py --config $(RECIPE)
+	$(BIN)/torchrun --nproc-per-node 2 bin/grpo.py --config $(RECIPE)
 
 test: lint types
 	$(BIN)/pytest -q --durations=10

@@ -27,6 +27,7 @@ Values: records and settings
     metrics.py                 metrics that add up over micro-batches, updates and ranks
     loader.py                  YAML and overrides to one frozen record, and back
     loss_config.py             settings of the loss and of the advantages
+    data_config.py             settings of the datasets
     config.py                  every other section of a run
 
 Arithmetic: pure functions of tensors, on one process
@@ -55,6 +56,7 @@ Contracts: records of functions, and what is built on them alone
     rollout.py                 prompts to trajectories to padded rows
     log.py                     metrics file and terminal; the only module that prints
     hf.py                      cheap checks of a model's folder
+    checkpoint.py              a run's folder of saved states
     update.py                  one optimizer update: global counts, then additive losses
 
 Backends: the only mutable objects; each file alone imports its dependency
@@ -77,4 +79,5 @@ Algorithms: the steps and the loop
 
 Commands
     bin/make_tiny.py           makes the tiny model
+    bin/grpo.py                one GRPO run
 """

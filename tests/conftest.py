@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, no network, reproducible properties, and no GPU tests on a CPU.
+"""What holds for every test: one thread, no network, reproducible properties.
 
 It imports nothing of minirl: jaxtyping's import hook is installed after this file is read.
 """
