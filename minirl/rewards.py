@@ -1,0 +1,121 @@
+"""Rewards: from answers to scores, whatever the policy wrote.
+
+`open_rewards` gives a function of answers alone; the verifier behind it runs in this rank's own
+pool of processes (`minirl.verifier_pool`), so an answer that makes it hang costs its time limit,
+is worth 0 and is counted. Scores are in the answers' order and do not depend on which process was
+faster. Answers are text here; which tokens were sampled is known elsewhere.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from minirl.config import EnvConfig
+from minirl.data_config import DatasetConfig
+from minirl.types import Prompt, Score
+from minirl.verifier_pool import Outcome, Pool, open_pool, run_
+
+
+class Answer(NamedTuple):
+    """A completion as text, and what it answers."""
+
+    prompt: Prompt
+    text: str
+    truncated: bool
+    """It ran out of tokens. Under `reasoning_gym` such an answer is worth 0."""
+
+
+RewardFn: TypeAlias = Callable[[Sequence[Answer]], list[Score]]
+
+
+@contextmanager
+def open_rewards(cfg: EnvConfig, dataset: DatasetConfig) -> Iterator[RewardFn]:
+    """The reward function of `dataset`, and its worker processes while the context is open.
+
+    By `env_name`:
+
+    - `reasoning_gym`: the task's own `score_answer` on the text as it is; 1 if it gives 1, else 0,
+      or what it gives if `partial_credit` is set. A truncated answer is worth 0.
+    - `math`: 1 if `math-verify` finds the answer equal to the example's `output_key`, else 0.
+    - `package.module:function`: what `function(completion, example)` returns. It is loaded here,
+      in a worker, so a wrong path fails before any model is loaded.
+
+    An answer that exceeds `env.timeout_s` is worth 0 and marked `timed_out`. Where a built-in
+    verifier fails (raises, or takes down two processes), the reward is 0 and the component
+    `verifier_error` 1.
+
+    Raises:
+        ValueError: a user function cannot be loaded; or (from the reward function) a reward is not
+            finite.
+        RuntimeError: (from the reward function) a user function failed; the message names the
+            prompt. Or verifiers cannot be started.
+    """
+    factory, settings = _factory(dataset)
+    with open_pool(
+        f"minirl.verifiers:{factory}",
+        settings,
+        num_workers=cfg.num_workers,
+        timeout_s=cfg.timeout_s,
+    ) as pool:
+        if factory == "user_verifier":
+            try:
+                run_(pool, [None])
+            except RuntimeError as error:
+                raise ValueError(
+                    f"env_name={dataset.env_name!r} cannot be loaded: {error}"
+                ) from error
+        yield partial(_scores, pool, dataset)
+
+
+def _factory(dataset: DatasetConfig) -> tuple[str, Mapping[str, object]]:
+    match dataset.env_name:
+        case "math":
+            return "math_verifier", {"answer_key": dataset.output_key}
+        case "reasoning_gym":
+            settings = {"task": dataset.task, "task_kwargs": dataset.task_kwargs}
+            return "reasoning_gym_verifier", settings
+        case path:
+            return "user_verifier", {"path": path}
+
+
+def _scores(pool: Pool, dataset: DatasetConfig, answers: Sequence[Answer]) -> list[Score]:
+    def is_lost(answer: Answer) -> bool:
+        return answer.truncated and dataset.env_name == "reasoning_gym"
+
+    judged = [(a.text, a.prompt.example) for a in answers if not is_lost(a)]
+    outcomes = iter(run_(pool, judged))
+    return [
+        _built_in(0.0) if is_lost(answer) else _score(next(outcomes), answer.prompt, dataset)
+        for answer in answers
+    ]
+
+
+def _score(outcome: Outcome, prompt: Prompt, dataset: DatasetConfig) -> Score:
+    built_in = dataset.env_name in ("math", "reasoning_gym")
+    match outcome.kind:
+        case "timed_out":
+            return _built_in(0.0, timed_out=True) if built_in else Score(0.0, timed_out=True)
+        case "raised" | "died" if built_in:
+            return _built_in(0.0, error=True)
+        case "raised" | "died":
+            raise RuntimeError(
+                f"reward function {dataset.env_name!r} {outcome.kind} on prompt {prompt.id}"
+                + (f": {outcome.detail}" if outcome.detail else ", twice, without a traceback")
+            )
+        case "returned":
+            reward = outcome.value
+    if not math.isfinite(reward):
+        raise ValueError(
+            f"env_name={dataset.env_name!r} gave prompt {prompt.id} the reward {reward}; "
+            "a reward must be a finite number"
+        )
+    if not built_in:
+        return Score(reward)
+    exact = dataset.env_name == "math" or not dataset.partial_credit
+    return _built_in(float(reward >= 1.0) if exact else reward)
+
+
+def _built_in(reward: float, *, error: bool = False, timed_out: bool = False) -> Score:
+    return Score(reward, {"verifier_error": float(error)}, timed_out)

@@ -1,0 +1,92 @@
+"""What runs in a worker of `minirl.verifier_pool`: factories of functions that judge one answer.
+
+Every factory returns `(completion, example) -> number`. Imports of the verifying libraries happen
+here and nowhere else; torch and its kin are never imported, so that workers start fast.
+"""
+
+import logging
+import pickle
+import random
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+
+from minirl.verifier_pool import load_function
+
+Verifier: TypeAlias = Callable[[str, Mapping[str, object]], float]
+
+
+@runtime_checkable
+class Task(Protocol):
+    """A reasoning-gym dataset: generated rows and their judge."""
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        ...
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        """Row `index`: question, answer, metadata."""
+        ...
+
+    def score_answer(self, answer: str | None, entry: Mapping[str, object]) -> float:
+        """From 0 (wrong) to 1 (right)."""
+        ...
+
+
+def math_verifier(answer_key: str) -> Verifier:
+    r"""Judges whether the completion's final answer equals the example's, by `math-verify`.
+
+    The reference is read as \boxed{answer}; the completion is searched for LaTeX and for plain
+    expressions. 1 if they are equal, else 0.
+
+    Raises:
+        ValueError: (from the verifier) the reference holds no expression.
+    """
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    # It warns that its own timeouts are off. They rely on signals; the pool's deadline does not.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
+
+    def judge(completion: str, example: Mapping[str, object]) -> float:
+        answer = str(example[answer_key])
+        gold = cast(list[Any], parse(f"\\boxed{{{answer}}}", [latex], parsing_timeout=0))
+        if not gold:
+            raise ValueError(f"the reference answer {answer!r} is not a mathematical expression")
+        said = cast(list[Any], parse(completion, [plain, latex], parsing_timeout=0))
+        return float(verify(gold, said, timeout_seconds=None))
+
+    return judge
+
+
+def reasoning_gym_verifier(task: str, task_kwargs: Mapping[str, Any]) -> Verifier:
+    """The task's own `score_answer`, from 0 to 1."""
+    return _reasoning_gym(task, task_kwargs).score_answer
+
+
+def user_verifier(path: str) -> Verifier:
+    """A function of the user's, by import path."""
+    return cast(Verifier, load_function(path))
+
+
+def reasoning_gym_writer(task: str, task_kwargs: Mapping[str, Any]) -> Callable[[str], int]:
+    """A function that writes the task's rows, pickled, into a file and returns their number."""
+    dataset = _reasoning_gym(task, task_kwargs)
+
+    def write(path: str) -> int:
+        # Some tasks also draw from the interpreter's own generator.
+        random.seed(int(task_kwargs["seed"]))
+        rows = [dataset[index] for index in range(len(dataset))]
+        Path(path).write_bytes(pickle.dumps(rows))
+        return len(rows)
+
+    return write
+
+
+def _reasoning_gym(task: str, task_kwargs: Mapping[str, Any]) -> Task:
+    with warnings.catch_warnings():
+        # A dependency of it has a questionable comparison, reported whenever it is first compiled.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym
+    return cast(Task, reasoning_gym.create_dataset(task, **task_kwargs))
