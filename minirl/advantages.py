@@ -121,9 +121,9 @@ def generalized_advantages(
     arXiv:2504.05118, section 4.
     """
     mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
-    values = torch.where(mask, _required(tokens.values, "values", "gae"), 0.0)
+    values = torch.where(mask, _required(tokens.values, "values", "gae"), 0.0).detach()
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
-    token_rewards = torch.where(last, rewards.unsqueeze(-1), 0.0).to(values.dtype)
+    token_rewards = _spread(rewards, last).to(values.dtype)
     if loss.use_kl_in_reward:
         token_rewards = token_rewards - _kl_penalty(loss, tokens, mask)
     by_value = cfg.gae_lambda if cfg.gae_lambda_value is None else cfg.gae_lambda_value

@@ -8,7 +8,7 @@ such as 0.3 whose sum does not divide back to it.
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from minirl.types import SampleMask, SampleWeights
@@ -33,9 +33,10 @@ def group_relative(
     group's others with `leave_one_out`. Paper by switches (leave_one_out, normalize): GRPO (no,
     yes), Dr. GRPO (no, no), RLOO (yes, no), NeMo-RL's default (yes, yes).
 
-    Edges: differences within four units of rounding of the rewards' dtype are none, relative to
-    the group's largest reward: such a group has advantage exactly 0, and such others have s_i = 0.
-    With `votes`, only those samples form b and s; the others get 0, and so does a lone survivor.
+    Edges: values that differ by no more than rounding (four units of the rewards' dtype, relative
+    to their root mean square) are equal: such a group has advantage exactly 0, and s_i of such
+    values is 0. With `votes`, only those samples form b and s; the others get advantage 0, and so
+    does a lone survivor.
 
     Raises:
         ValueError: a group has one sample, so there is nothing to compare it with.
@@ -50,77 +51,64 @@ def group_relative(
     x, vote = _to_grid(rewards.detach().double(), cells), _to_grid(voters, cells)
     # Centred on a member of the group, so that equal rewards become exact zeros.
     center = torch.where(vote, x, torch.nan).nanmedian(-1, keepdim=True).values
-    d = torch.where(vote, x - center, 0.0)
-    low = torch.where(vote, d, torch.inf).amin(-1, keepdim=True)
-    high = torch.where(vote, d, -torch.inf).amax(-1, keepdim=True)
-    rounding = torch.where(vote, x, 0.0).abs().amax(-1, keepdim=True)
-    rounding = rounding * (4 * torch.finfo(rewards.dtype).eps)
-    baseline, std = _others_moments(d, vote) if leave_one_out else _group_moments(d, vote)
-    result = d - baseline
+    d, x = torch.where(vote, x - center, 0.0), torch.where(vote, x, 0.0)
+    epsilon = 4 * torch.finfo(rewards.dtype).eps
+    total = _sum_of_others if leave_one_out else _sum_of_all
+    count = total(vote.to(d.dtype))
+    mean = total(d) / count.clamp(min=1.0)
+    result = d - mean
     if normalize:
+        # Nearly free of cancellation: the center is within the values that are averaged.
+        variance = (total(d.square()) - count * mean.square()) / (count - 1.0).clamp(min=1.0)
+        std = torch.where(count > 1, variance.clamp(min=0.0), 0.0).sqrt()
+        rounding = epsilon * (total(x.square()) / count.clamp(min=1.0)).sqrt()
         result = torch.where(std > rounding, result / (std + STD_EPSILON), result)
-    silent = (high - low <= rounding) | (vote.sum(-1, keepdim=True) < 2) | ~vote
-    return _from_grid(torch.where(silent, 0.0, result), cells).to(rewards.dtype)
+    size = _sum_of_all(vote.to(d.dtype))
+    rounding = epsilon * (_sum_of_all(x.square()) / size.clamp(min=1.0)).sqrt()
+    # The center's own d is 0, so empty cells do not widen the range.
+    flat = d.amax(-1, keepdim=True) - d.amin(-1, keepdim=True) <= rounding
+    result = torch.where(flat | (size < 2) | ~vote, 0.0, result)
+    return _from_grid(result, cells).to(rewards.dtype)
 
 
 class _Cells(NamedTuple):
     """Where each sample stands in a [group, member] grid; rows may be of different lengths."""
 
-    group: Int[Tensor, " batch"]
-    member: Int[Tensor, " batch"]
-    shape: tuple[int, int]
+    flat: Int[Tensor, " batch"]
+    """The index of each sample's cell in the flattened grid."""
+    num_groups: int
+    num_members: int
 
 
 def _cells(groups: Int[Tensor, " batch"]) -> _Cells:
-    order = groups.argsort(stable=True)
-    sorted_groups = groups[order]
-    starts = torch.cat([order.new_ones(1), (sorted_groups.diff() != 0).to(order.dtype)])
-    group_of_sorted = starts.cumsum(0) - 1
-    counts = group_of_sorted.bincount()
+    ids, order = groups.sort(stable=True)
+    row = torch.cat([ids.new_zeros(1), (ids.diff() != 0).cumsum(0)])
+    counts = row.bincount()
     first = counts.cumsum(0) - counts
     smallest, largest = (int(count) for count in counts.aminmax())
     if smallest < 2:
-        single = int(sorted_groups[first[counts.argmin()]])
+        single = int(ids[first[counts.argmin()]])
         raise ValueError(
             f"group {single} has one sample: there is nothing to compare it with; sample at least"
             " two per prompt (num_generations_per_prompt), or use an estimator without a baseline"
         )
-    group, member = torch.empty_like(order), torch.empty_like(order)
-    group[order] = group_of_sorted
-    member[order] = torch.arange(len(order), device=order.device) - first[group_of_sorted]
-    return _Cells(group, member, (len(counts), largest))
+    member = torch.arange(len(row), device=row.device) - first.gather(0, row)
+    flat = torch.empty_like(order).scatter_(0, order, row * largest + member)
+    return _Cells(flat, len(counts), largest)
 
 
 def _to_grid(x: Tensor, cells: _Cells) -> Tensor:
     """The samples in their cells; empty cells are 0 or False."""
-    grid = x.new_zeros(cells.shape)
-    grid[cells.group, cells.member] = x
-    return grid
+    grid = x.new_zeros(cells.num_groups * cells.num_members).scatter_(0, cells.flat, x)
+    return grid.view(cells.num_groups, cells.num_members)
 
 
 def _from_grid(grid: Tensor, cells: _Cells) -> Tensor:
-    return grid[cells.group, cells.member]
+    return grid.flatten().gather(0, cells.flat)
 
 
-def _group_moments(
-    d: Float[Tensor, "group member"], vote: Bool[Tensor, "group member"]
-) -> tuple[Float[Tensor, "group 1"], Float[Tensor, "group 1"]]:
-    """Mean and unbiased standard deviation of a row's voters; of less than two, 0."""
-    count = vote.sum(-1, keepdim=True).to(d.dtype)
-    mean = d.sum(-1, keepdim=True) / count.clamp(min=1.0)
-    squares = torch.where(vote, (d - mean).square(), 0.0).sum(-1, keepdim=True)
-    return mean, (squares / (count - 1.0).clamp(min=1.0)).sqrt()
-
-
-def _others_moments(
-    d: Float[Tensor, "group member"], vote: Bool[Tensor, "group member"]
-) -> tuple[Float[Tensor, "group member"], Float[Tensor, "group member"]]:
-    """The same over a row's other voters, for each cell."""
-    count = vote.sum(-1, keepdim=True).to(d.dtype) - vote.to(d.dtype)
-    mean = _sum_of_others(d) / count.clamp(min=1.0)
-    squares = _sum_of_others(d.square()) - count * mean.square()
-    variance = squares.clamp(min=0.0) / (count - 1.0).clamp(min=1.0)
-    return mean, torch.where(count > 1, variance, 0.0).sqrt()
+def _sum_of_all(x: Float[Tensor, "group member"]) -> Float[Tensor, "group 1"]:
+    return x.sum(-1, keepdim=True)
 
 
 def _sum_of_others(x: Float[Tensor, "group member"]) -> Float[Tensor, "group member"]:

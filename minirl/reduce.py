@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Num
 from torch import Tensor
 
 from minirl.types import SampleWeights, Scalar, TokenMask, TokenWeights
@@ -19,7 +19,9 @@ from minirl.types import SampleWeights, Scalar, TokenMask, TokenWeights
 EPSILON = 1e-8
 """Added to every count, as NeMo-RL does: a mean over nothing is 0."""
 
-Count: TypeAlias = float | Scalar
+Count: TypeAlias = int | float | Num[Tensor, ""]
+"""How many there are in the global batch."""
+
 SumOver: TypeAlias = Callable[[Float[Tensor, " n"]], Float[Tensor, " n"]]
 """Elementwise sums over the ranks that hold different samples."""
 
