@@ -48,7 +48,7 @@ LOSS_KEYS: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "importance_sampling_level": (IS, "token", "geometric"),
     "truncated_importance_sampling_type": (ICEPOP, "icepop", "tis"),
     "truncated_importance_sampling_ratio": (ICEPOP, 1.2, 1.1),
-    "truncated_importance_sampling_ratio_min": (ICEPOP, 0.9, 1.0),
+    "truncated_importance_sampling_ratio_min": (ICEPOP, 0.9, 0.8),
     "positive_example_nll_weight": ({}, 0.0, 0.1),
 }
 
