@@ -1,6 +1,5 @@
 """The map in `minirl/__init__.py` is complete, and README's commands exist."""
 
-import ast
 import re
 
 from tree import parse, python_files, read, reading_order
@@ -19,11 +18,6 @@ def test_the_map_names_only_files_and_each_once():
 
 def test_the_map_module_holds_nothing_but_the_map():
     assert len(parse("minirl/__init__.py").body) == 1
-
-
-def test_every_file_says_what_it_is_for():
-    silent = [f for f in python_files("minirl", "bin", "tests") if not ast.get_docstring(parse(f))]
-    assert silent == []
 
 
 def test_every_make_command_of_the_readme_exists():
