@@ -4,6 +4,7 @@ Every factory returns `(completion, example) -> number`. Imports of the verifyin
 here and nowhere else; torch and its kin are never imported, so that workers start fast.
 """
 
+import difflib
 import logging
 import pickle
 import random
@@ -88,5 +89,8 @@ def _reasoning_gym(task: str, task_kwargs: Mapping[str, Any]) -> Task:
     with warnings.catch_warnings():
         # A dependency of it has a questionable comparison, reported whenever it is first compiled.
         warnings.simplefilter("ignore", SyntaxWarning)
-        import reasoning_gym
-    return cast(Task, reasoning_gym.create_dataset(task, **task_kwargs))
+        from reasoning_gym.factory import DATASETS, create_dataset
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS)
+        raise ValueError(f"it has no such task; the nearest names are {near}")
+    return cast(Task, create_dataset(task, **task_kwargs))
