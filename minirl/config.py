@@ -1,0 +1,323 @@
+"""Every section of a GRPO run, with NeMo-RL's names and defaults.
+
+Defaults live here and nowhere else. Each struct is frozen and refuses unknown keys; rules within
+one section stand in its `__post_init__`, rules across sections in `GrpoRun`, and rules that need
+the number of ranks in `check_launch`. Only `minirl.loader.load` may build a config from outside:
+msgspec checks types there, not in constructors. A key exists only if code reads it.
+"""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta, field
+
+from minirl.data_config import DataConfig
+from minirl.loader import Section, default, refuse
+from minirl.loss_config import AdvEstimatorConfig, LossConfig, refuse_inert
+
+Count: TypeAlias = Annotated[int, Meta(gt=0)]
+NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, Meta(gt=0)]
+Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+TOTAL_LENGTH = "${policy.max_total_sequence_length}"
+
+
+class GrpoConfig(Section, frozen=True):
+    """`grpo`: the algorithm's outer loop."""
+
+    num_prompts_per_step: Count = 32
+    num_generations_per_prompt: Count = 16
+    max_num_epochs: Count = 1
+    max_num_steps: Count = 1_000_000
+    """The run ends after this many steps or `max_num_epochs` passes over the data."""
+    val_period: Annotated[int, Meta(ge=0)] = 10
+    """Validate every so many steps; 0 never."""
+    val_at_start: bool = False
+    val_at_end: bool = False
+    val_greedy: bool = False
+    """Also validate at temperature 0, logged as `val/accuracy_greedy`. Not in NeMo-RL."""
+    max_val_samples: Count = 256
+    seed: Annotated[int, Meta(ge=0)] = 42
+    adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+
+    def __post_init__(self) -> None:
+        """An estimator needs what it reads: a group for its baseline, a critic, a teacher."""
+        name, group = self.adv_estimator.name, self.num_generations_per_prompt
+        refuse(name == "gae", "adv_estimator.name is gae, which needs a value model; use grpo")
+        refuse(name == "opd", "adv_estimator.name is opd, which needs a teacher; use grpo")
+        baseline = self.adv_estimator.minus_baseline or name != "reinforce_plus_plus"
+        refuse(
+            group == 1 and baseline and name != "raw_reward",
+            f"num_generations_per_prompt is 1, but adv_estimator.name {name} subtracts the mean of "
+            "the group: every advantage would be 0; use at least 2, or raw_reward",
+        )
+
+
+class TokenizerConfig(Section, frozen=True):
+    """`policy.tokenizer`."""
+
+    name: Annotated[str, default("${policy.model_name}")]
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template, e.g. `{enable_thinking: false}`."""
+
+
+class DTensorConfig(Section, frozen=True):
+    """`policy.dtensor_cfg`: the FSDP2 backend."""
+
+    enabled: bool = True
+
+
+class OptimizerConfig(Section, frozen=True):
+    """`policy.optimizer`: an optimizer class by import path, and its arguments."""
+
+    name: str = "torch.optim.AdamW"
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        """The learning rate is given: a library's default would be far too large here."""
+        lr: object = self.kwargs.get("lr")
+        refuse(lr is None, "kwargs has no lr, the learning rate; set one, for example lr: 5e-6")
+        refuse(
+            isinstance(lr, bool) or not isinstance(lr, int | float) or lr < 0,
+            f"kwargs.lr is {lr!r}; a learning rate is a number >= 0",
+        )
+
+
+class ScheduleConfig(Section, frozen=True):
+    """One entry of `policy.scheduler`: a schedule by import path, or the milestones between."""
+
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    milestones: list[Count] | None = None
+
+    def __post_init__(self) -> None:
+        """An entry is one of the two."""
+        refuse(
+            (self.name is None) == (self.milestones is None),
+            f"name is {self.name!r} and milestones {self.milestones}; an entry has one of the two",
+        )
+        refuse(
+            self.milestones is not None and bool(self.kwargs),
+            f"kwargs {self.kwargs} have no effect on milestones; remove them",
+        )
+
+
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """`policy.generation.vllm_cfg`: `precision` and `max_model_len` hold for `backend: hf` too."""
+
+    precision: Annotated[Precision, default("${policy.precision}")]
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, lt=1)] = 0.6
+    max_model_len: Annotated[Count, default(TOTAL_LENGTH)]
+    enforce_eager: bool = False
+
+
+class GenerationConfig(Section, frozen=True, kw_only=True):
+    """`policy.generation`: the engine and how it samples."""
+
+    backend: Literal["vllm", "hf"] = "vllm"
+    max_new_tokens: Count
+    temperature: NonNegative = 1.0
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    """In addition to the model's end token."""
+    stop_strings: list[Annotated[str, Meta(min_length=1)]] | None = None
+    vllm_cfg: VllmConfig
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Passed to `vllm.LLM` as they are."""
+
+
+class PolicyConfig(Section, frozen=True, kw_only=True):
+    """`policy`: model, batch sizes, optimizer, backend, generation."""
+
+    model_name: str
+    tokenizer: TokenizerConfig
+    train_global_batch_size: Count = 512
+    """Samples of one optimizer update, over all ranks."""
+    train_micro_batch_size: Count = 4
+    """Samples of one forward and backward pass, on one rank."""
+    logprob_batch_size: Annotated[Count, default("${policy.train_micro_batch_size}")]
+    max_total_sequence_length: Count = 512
+    """Prompt and response together."""
+    precision: Precision = "bfloat16"
+    max_grad_norm: Positive | None = 1.0
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    optimizer: OptimizerConfig
+    scheduler: list[ScheduleConfig] | None = None
+    """Schedules, one after the other; with two or more, one entry of milestones. It advances once
+    a step of the algorithm."""
+    generation: GenerationConfig
+
+    def __post_init__(self) -> None:
+        """Rules among batch sizes, lengths, schedules and backends."""
+        refuse(
+            not self.dtensor_cfg.enabled,
+            "dtensor_cfg.enabled is false, and there is no other backend; remove it",
+        )
+        micro, batch = self.train_micro_batch_size, self.train_global_batch_size
+        refuse(
+            batch % micro != 0,
+            f"train_micro_batch_size {micro} does not divide train_global_batch_size {batch}; "
+            f"{_multiples(batch, micro)} for the latter, or a divisor of {batch} for the former",
+        )
+        total, response = self.max_total_sequence_length, self.generation.max_new_tokens
+        refuse(
+            response >= total,
+            f"generation.max_new_tokens {response} leaves no room for a prompt within "
+            f"max_total_sequence_length {total}; lower the former or raise the latter",
+        )
+        engine = self.generation.vllm_cfg.max_model_len
+        refuse(
+            engine < total,
+            f"generation.vllm_cfg.max_model_len {engine} is less than max_total_sequence_length "
+            f"{total}; remove the former or raise it to {total}",
+        )
+        _check_scheduler(self.scheduler or [])
+
+
+class EnvConfig(Section, frozen=True):
+    """`env`: the processes that verify answers."""
+
+    num_workers: Count = 8
+    timeout_s: Positive = 10.0
+
+
+class CheckpointingConfig(Section, frozen=True):
+    """`checkpointing`."""
+
+    enabled: bool = True
+    checkpoint_dir: str = "results/grpo"
+    save_period: Count = 10
+
+
+class LoggerConfig(Section, frozen=True):
+    """`logger`."""
+
+    log_dir: str = "logs"
+    num_val_samples_to_print: Annotated[int, Meta(ge=0)] = 0
+
+
+class GrpoRun(Section, frozen=True, kw_only=True):
+    """A whole run of `bin/grpo.py`."""
+
+    grpo: GrpoConfig = GrpoConfig()
+    loss_fn: LossConfig = LossConfig()
+    policy: PolicyConfig
+    data: DataConfig
+    env: EnvConfig = EnvConfig()
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    logger: LoggerConfig = LoggerConfig()
+
+    def __post_init__(self) -> None:
+        """Rules that concern more than one section."""
+        _check_sizes(self)
+        _check_loss(self)
+        refuse(
+            self.policy.generation.temperature == 0,
+            "policy.generation.temperature is 0: all samples of a prompt would be equal and their "
+            "log-probs 0; train with a temperature > 0 (grpo.val_greedy validates at 0)",
+        )
+        grpo, data = self.grpo, self.data
+        wanted = grpo.val_period > 0 or grpo.val_at_start or grpo.val_at_end
+        refuse(
+            wanted and data.validation is None and not data.train.split_validation_size,
+            f"grpo.val_period is {grpo.val_period}, val_at_start {grpo.val_at_start}, val_at_end "
+            f"{grpo.val_at_end}, but there is nothing to validate on; set data.validation or "
+            "data.train.split_validation_size, or val_period: 0 and no val_at_*",
+        )
+        refuse(
+            grpo.val_greedy and not wanted,
+            "grpo.val_greedy has no effect without val_period, val_at_start or val_at_end; set one",
+        )
+
+
+def check_launch(run: GrpoRun, num_ranks: int) -> None:
+    """Refuses a number of ranks that cannot share the work of a step equally.
+
+    Every rank samples an equal share of a step's prompts, and trains an equal, contiguous share
+    of every global batch, in whole micro-batches.
+
+    Raises:
+        ValueError: naming the keys, the numbers and what would fit.
+    """
+    prompts, group = run.grpo.num_prompts_per_step, run.grpo.num_generations_per_prompt
+    refuse(
+        num_ranks > prompts,
+        f"{num_ranks} ranks are more than grpo.num_prompts_per_step {prompts}: some would have no "
+        f"prompt; start at most {prompts} ranks or raise it",
+    )
+    refuse(
+        prompts % num_ranks != 0,
+        f"grpo.num_prompts_per_step {prompts} cannot be shared equally by {num_ranks} ranks; "
+        f"{_multiples(prompts, num_ranks)}",
+    )
+    micro, batch = run.policy.train_micro_batch_size, run.policy.train_global_batch_size
+    refuse(
+        batch % (num_ranks * micro) != 0,
+        f"policy.train_global_batch_size {batch} is not a multiple of {num_ranks} ranks x "
+        f"policy.train_micro_batch_size {micro} = {num_ranks * micro}; "
+        f"{_multiples(batch, num_ranks * micro)}, or another micro-batch size",
+    )
+    samples, size = prompts // num_ranks * group, run.policy.logprob_batch_size
+    refuse(
+        samples % size != 0,
+        f"policy.logprob_batch_size {size} does not divide the samples of a rank, {prompts} "
+        f"prompts / {num_ranks} ranks x {group} = {samples}; use a divisor of {samples}",
+    )
+
+
+def _multiples(number: int, unit: int) -> str:
+    below = number // unit * unit
+    return f"use {below} or {below + unit}" if below else f"use {unit}"
+
+
+def _check_scheduler(entries: list[ScheduleConfig]) -> None:
+    num = sum(entry.name is not None for entry in entries)
+    joints = [entry.milestones for entry in entries if entry.milestones is not None]
+    steps = [step for joint in joints for step in joint]
+    refuse(
+        len(joints) > 1 or len(steps) != max(num - 1, 0) or steps != sorted(set(steps)),
+        f"scheduler has {num} schedules and the milestones {steps} in {len(joints)} entries; one "
+        f"entry with {max(num - 1, 0)} strictly increasing steps says where the next schedule "
+        "begins (none for a single schedule)",
+    )
+
+
+def _check_sizes(run: GrpoRun) -> None:
+    prompts, group = run.grpo.num_prompts_per_step, run.grpo.num_generations_per_prompt
+    for key, size in (
+        ("train_global_batch_size", run.policy.train_global_batch_size),
+        ("logprob_batch_size", run.policy.logprob_batch_size),
+    ):
+        refuse(
+            prompts * group % size != 0,
+            f"policy.{key} {size} does not divide the samples of a step, grpo.num_prompts_per_step "
+            f"{prompts} x num_generations_per_prompt {group} = {prompts * group}; use a divisor",
+        )
+    prompt, total = run.data.max_input_seq_length, run.policy.max_total_sequence_length
+    response = run.policy.generation.max_new_tokens
+    refuse(
+        prompt + response > total,
+        f"data.max_input_seq_length {prompt} + policy.generation.max_new_tokens {response} = "
+        f"{prompt + response} exceeds policy.max_total_sequence_length {total}; remove the first "
+        f"(it is then {total - response}) or raise the last",
+    )
+
+
+def _check_loss(run: GrpoRun) -> None:
+    loss, estimator = run.loss_fn, run.grpo.adv_estimator.name
+    try:
+        refuse_inert(loss)
+    except ValueError as error:
+        raise ValueError(f"loss_fn: {error}") from error
+    refuse(
+        loss.use_kl_in_reward and estimator != "reinforce_plus_plus",
+        "loss_fn.use_kl_in_reward moves the KL term into the advantages, but "
+        f"grpo.adv_estimator.name {estimator} leaves it out; set it to false or use "
+        "reinforce_plus_plus",
+    )
+    samples = run.grpo.num_prompts_per_step * run.grpo.num_generations_per_prompt
+    batch = run.policy.train_global_batch_size
+    refuse(
+        loss.force_on_policy_ratio and batch != samples,
+        "loss_fn.force_on_policy_ratio is right for one update a step only: set it to false, or "
+        f"policy.train_global_batch_size (is {batch}) to the {samples} samples of a step",
+    )
