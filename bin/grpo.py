@@ -1,6 +1,6 @@
 """Train by GRPO or one of its family.
 
-    torchrun --nproc-per-node 2 bin/grpo.py --config bin/recipes/grpo_tiny_cpu.yaml [key=value ...]
+torchrun --nproc-per-node 2 bin/grpo.py --config bin/recipes/grpo_tiny_cpu.yaml [key=value ...]
 """
 
 from pathlib import Path
@@ -33,4 +33,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -1,6 +1,6 @@
 """Make the tiny model that a CPU recipe trains, unless it is there already.
 
-    python bin/make_tiny.py --config bin/recipes/grpo_tiny_cpu.yaml
+python bin/make_tiny.py --config bin/recipes/grpo_tiny_cpu.yaml
 """
 
 from pathlib import Path
@@ -16,7 +16,9 @@ from minirl.parallel import world
 
 
 def main(
-    config: Annotated[Path, typer.Option(help="The recipe; its model and training words are used.")],
+    config: Annotated[
+        Path, typer.Option(help="The recipe; its model and training words are used.")
+    ],
     overrides: Annotated[list[str] | None, typer.Argument(help="As for bin/grpo.py.")] = None,
     seed: Annotated[int, typer.Option(help="Of the weights and of the warm-up.")] = 0,
 ) -> None:
@@ -30,4 +32,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 
 def check_model(name: str, key: str = "policy.model_name") -> None:
@@ -30,7 +31,7 @@ def _check_folder(folder: Path, key: str) -> None:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"{key}: {str(folder)!r} has no config.json, so it is not a model in Hugging Face format"
+            f"{key}: {str(folder)!r} has no config.json: it is no model in Hugging Face format"
         )
     try:
         config = json.loads(file.read_text())
@@ -53,7 +54,8 @@ def _check_hub(name: str, key: str) -> None:
     except (OSError, ValueError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(
-            f"{key}: {name!r} is neither a folder here nor a readable Hugging Face model ({first_line})"
+            f"{key}: {name!r} is neither a folder here nor a Hugging Face model in reach "
+            f"({first_line})"
         ) from error
 
 
@@ -61,9 +63,9 @@ def end_token_ids(name: str) -> int | list[int] | None:
     """`eos_token_id` of the model's generation config, else of its config; it may list several."""
     from transformers import AutoConfig, GenerationConfig
 
+    ends: Any
     try:
-        found = GenerationConfig.from_pretrained(name).eos_token_id
+        ends = cast(Any, GenerationConfig.from_pretrained(name)).eos_token_id
     except OSError:
-        found = AutoConfig.from_pretrained(name, trust_remote_code=False).eos_token_id
-    ids: int | list[int] | None = found
-    return ids
+        ends = cast(Any, AutoConfig.from_pretrained(name, trust_remote_code=False)).eos_token_id
+    return cast("int | list[int] | None", ends)

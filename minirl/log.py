@@ -132,19 +132,15 @@ def read_metrics(path: Path) -> list[dict[str, float | None]]:
 
 
 def curve(points: Mapping[str, Sequence[tuple[int, float]]], title: str) -> str:
-    """A chart of named curves for a terminal, x from the first number of each point."""
+    """A chart of named curves for a terminal, in plain characters; x is the step."""
     import plotext
 
-    plotext.clear_figure()
-    plotext.theme("clear")
-    plotext.plot_size(72, 18)
-    plotext.title(title)
-    plotext.xlabel("step")
+    figure = plotext.figure.clear()
+    figure.theme("colorless").plot_size(72, 18).title(title).label("step")
     for marker, (name, pairs) in zip("ox+*", points.items(), strict=False):
         xs, ys = zip(*pairs, strict=True)
-        plotext.plot(list(xs), list(ys), label=name, marker=marker)
-    text: str = plotext.build()
-    return text
+        figure.draw(figure.signal(list(xs), list(ys), marker=marker).label(name))
+    return str(plotext.uncolorize(figure.build().string()))  # pyright: ignore[reportUnknownArgumentType] # plotext is untyped
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Supervised losses: pure functions from per-token values to this batch's share of the global loss."""
+"""Supervised losses: from per-token values to this batch's share of the global loss."""
 
 import torch
 

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from minirl.metrics import Max, Mean, Metric, Metrics, Min, Sum, merge
 
@@ -85,6 +86,17 @@ def sum_over(values: Sequence[float], axis: Axis) -> list[float]:
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=axis.group)
     return cast("list[float]", total.tolist())
+
+
+def sum_tensor(x: Tensor, axis: Axis) -> Tensor:
+    """The elementwise sum over the ranks, as a new tensor.
+
+    Collective: every rank of `axis` calls this, in the same order.
+    """
+    total = x.clone()
+    if axis.group is not None:
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=axis.group)
+    return total
 
 
 def require_equal(what: str, count: int, axis: Axis, remedy: str) -> None:

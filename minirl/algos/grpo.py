@@ -13,6 +13,7 @@ Source: Shao et al. 2024, arXiv:2402.03300, algorithm 1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -29,7 +30,7 @@ from minirl.log import timed
 from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
 from minirl.metrics import Max, Mean, Metrics, Sum, mean_over, merge, scalar, values
-from minirl.parallel import gather, reduce_metrics, share_of, sum_over
+from minirl.parallel import gather, reduce_metrics, share_of, sum_tensor
 from minirl.rollout import collate, rollout
 from minirl.types import Batch, Rows, Sample, Scalar, TokenLogProbs
 from minirl.update import Counts, update_
@@ -48,7 +49,9 @@ class Parts(Generic[M]):
     sampling: Sampling
 
 
-def step(state: TrainState[M], on: Parts[M], cfg: GrpoRun) -> tuple[TrainState[M], dict[str, float]]:
+def step(
+    state: TrainState[M], on: Parts[M], cfg: GrpoRun
+) -> tuple[TrainState[M], dict[str, float]]:
     """Fresh samples, the updates on them, and the new weights in the engine.
 
     Consumes: `state`. Collective: every rank calls it.
@@ -159,7 +162,7 @@ def prepare(
         ),
         TokenInputs(local.token_mask, sample_mask, prev, reference),
         rows=mine,
-        sum_over=lambda x: x.new_tensor(sum_over(x.tolist(), axis)),
+        sum_over=partial(sum_tensor, axis=axis),
     )
     batch = Batch(
         rows=local.rows,

@@ -84,7 +84,7 @@ def run_grpo(run: GrpoRun) -> None:
             reward = stack.enter_context(open_rewards(run.env, run.data.train))
         axis = stack.enter_context(world())
         score = partial(score_samples, inputs.tokenizer, reward)
-        state, parts = stack.enter_context(_open_parts(run, inputs, score, axis))
+        state, parts = stack.enter_context(open_parts(run, inputs, score, axis))
         total = num_steps(run, inputs.data)
         log = stack.enter_context(open_log(run_dir, state.step, total, axis.rank))
         _announce(inputs.data, state, total, log)
@@ -113,7 +113,7 @@ def _plan(run: GrpoRun, total: int) -> loop.Plan:
 
 
 @contextmanager
-def _open_parts(
+def open_parts(
     run: GrpoRun, inputs: Inputs, score: ScoreFn, axis: Axis
 ) -> Iterator[tuple[TrainState[Any], grpo.Parts[Any]]]:
     """Backend, then engine; the weights of the last checkpoint, if there is one, in both."""

@@ -6,8 +6,6 @@ rank a contiguous part of that slice: so an update sees the same rows on any num
 
 from collections.abc import Iterator
 
-import torch
-
 from minirl.parallel import Axis
 from minirl.types import Batch, Rows
 

@@ -51,7 +51,7 @@ def run(
     plan: Plan,
     step: Callable[[TrainState[M]], tuple[TrainState[M], dict[str, float]]],
     evaluate: Callable[[TrainState[M]], dict[str, float]],
-    save: Callable[[TrainState[M]], None],
+    save: Callable[[TrainState[M]], object],
     log: Log,
 ) -> TrainState[M]:
     """Steps from `state.step` to `plan.num_steps`.

@@ -27,6 +27,7 @@ from minirl.types import Prompt
 
 INSTRUCTION = "Spell this word backward (example: sun -> nus): "
 SPECIAL = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
+CHARACTERS = ("\n", *(chr(code) for code in range(32, 127)))
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}{{ m['content'] }}"
@@ -63,7 +64,7 @@ def make(run: GrpoRun, axis: Axis, *, seed: int, steps: int = SFT_STEPS) -> bool
         return False
     if folder.exists() and not stamp.exists():
         raise ValueError(
-            f"policy.model_name: {str(folder)!r} exists and is not a tiny model; name another folder"
+            f"policy.model_name: {str(folder)!r} exists and is no tiny model; name another folder"
         )
     aside = folder.with_name(folder.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
@@ -82,8 +83,7 @@ def save_tokenizer(folder: Path) -> None:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    characters = ["\n", *(chr(code) for code in range(32, 127))]
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -103,11 +103,11 @@ def save_tokenizer(folder: Path) -> None:
 def save_random_model(folder: Path, seed: int) -> None:
     """A Qwen3 of 2 layers with tied embeddings for the tokenizer in `folder`."""
     import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(TokenizerConfig(name=str(folder)))
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        vocab_size=len(SPECIAL) + len(CHARACTERS) + 1,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
@@ -119,7 +119,7 @@ def save_random_model(folder: Path, seed: int) -> None:
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=SPECIAL.index("<|pad|>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(fold_in(key_of(seed), "weights"))
@@ -128,7 +128,7 @@ def save_random_model(folder: Path, seed: int) -> None:
 
 def warm_start(folder: Path, run: GrpoRun, axis: Axis, *, seed: int, steps: int) -> None:
     """SFT on the mixture: reads the model in `folder` and writes its weights back."""
-    from safetensors.torch import save_file
+    from safetensors import torch as safetensors
 
     tokenizer = load_tokenizer(TokenizerConfig(name=str(folder)))
     train = load_datasets(run.data, tokenizer, None, seed).train
@@ -143,7 +143,7 @@ def warm_start(folder: Path, run: GrpoRun, axis: Axis, *, seed: int, steps: int)
         state = advance_cursor(state, cursor)
         state, _ = sft.step(state, [sft.collate(shown, pad_id=0)], backend)
     weights = {name: tensor.clone() for name, tensor in backend.export(state)}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def demonstration(prompt: Prompt, tokenizer: Tokenizer, draws: random.Random) -> sft.Demonstration:

@@ -1,0 +1,237 @@
+"""Laws of a GRPO step on real parts: FSDP2 over gloo, the oracle engine, the recipe's own data."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from minirl.algos import grpo, tiny
+from minirl.algos.evaluate import accuracy, answer
+from minirl.algos.launch import Inputs, open_parts, read_inputs, sampled_tokens
+from minirl.algos.layout import cut, rows_of_rank, slices
+from minirl.chat import decode
+from minirl.config import GrpoRun
+from minirl.loader import load
+from minirl.metrics import merge, values
+from minirl.parallel import SOLO, Axis
+from minirl.types import Batch, Prompt, Rows, Sample, Score, Trajectory
+
+RECIPE = Path(__file__).parent.parent / "bin" / "recipes" / "grpo_tiny_cpu.yaml"
+WORDS = ("apple", "bread", "cloud", "dream", "eagle", "flame", "grape", "house", "ivory", "jolly")
+RUN = """
+defaults: {recipe}
+grpo: {{num_prompts_per_step: 4, num_generations_per_prompt: 4, max_num_epochs: 9}}
+policy:
+  model_name: {model}
+  train_global_batch_size: 8
+  train_micro_batch_size: 2
+  scheduler: null
+  generation: {{backend: hf, temperature: 0.8, max_new_tokens: 4}}
+loss_fn: {{reference_policy_kl_penalty: 0.1}}
+data:
+  train:
+    _override_: true
+    data_path: {data}
+    env_name: "operator:eq"
+    split_validation_size: 0.4
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CPU recipe, shrunk: a random model, ten words, two updates a step, the oracle engine."""
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "model").mkdir()
+    tiny.save_tokenizer(folder / "model")
+    tiny.save_random_model(folder / "model", seed=0)
+    rows = [json.dumps({"input": word, "output": word[::-1]}) for word in WORDS]
+    (folder / "words.jsonl").write_text("\n".join(rows))
+    text = RUN.format(recipe=RECIPE, model=folder / "model", data=folder / "words.jsonl")
+    (folder / "run.yaml").write_text(text)
+    return folder / "run.yaml"
+
+
+def share_of_thirds(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Sample]:
+    """A reward that a random model already gets in part: token ids divisible by three."""
+
+    def reward(t: Trajectory) -> float:
+        drawn = sampled_tokens(t)
+        return sum(token % 3 == 0 for token in drawn) / len(drawn)
+
+    return [Sample(t, Score(reward(t)), reward(t)) for t in trajectories]
+
+
+class Seen(NamedTuple):
+    """What two steps and a validation did on one rank."""
+
+    tokens: list[tuple[int, ...]]
+    metrics: list[dict[str, float]]
+    validation: list[tuple[int, ...]]
+
+
+def two_steps(axis: Axis, config: Path, *overrides: str) -> Seen:
+    run = load(config, overrides, GrpoRun)
+    inputs = read_inputs(run, axis.size)
+    assert inputs.data.validation is not None
+    tokens, lines = [], []
+    with open_parts(run, inputs, share_of_thirds, axis) as (state, parts):
+        for _ in range(2):
+            state, samples = grpo.collect(state, parts, run, {})
+            tokens += [s.trajectory.tokens for s in samples]
+            state, metrics = grpo.learn(state, samples, parts, run, {})
+            parts.engine.load_(parts.backend.export(state), state.updates)
+            lines.append(values(merge(metrics, grpo.sample_metrics(samples))))
+        held_out = inputs.data.validation.prompts
+        validated = [
+            sample.trajectory.tokens
+            for temperature in (0.0, 1.0)
+            for sample in answer(
+                parts.engine,
+                held_out,
+                inputs.sampling._replace(temperature=temperature),
+                share_of_thirds,
+                axis,
+                state.key,
+            )
+        ]
+    return Seen(tokens, lines, validated)
+
+
+@pytest.fixture(scope="module")
+def seen(config: Path) -> Seen:
+    return run_ranks(1, two_steps, config)[0]
+
+
+def test_the_number_of_ranks_changes_neither_samples_nor_numbers(config: Path, seen: Seen):
+    two, other = run_ranks(2, two_steps, config)
+    assert two == other
+    assert two.tokens == seen.tokens
+    assert two.validation == seen.validation
+    for a, b in zip(two.metrics, seen.metrics, strict=True):
+        assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(config: Path, seen: Seen):
+    assert run_ranks(1, two_steps, config) == [seen]
+    assert run_ranks(1, two_steps, config, "grpo.seed=7")[0].tokens != seen.tokens
+
+
+def test_something_is_learnt_in_the_runs_that_are_compared(seen: Seen):
+    for line in seen.metrics:
+        assert line["grad_norm"] > 0.01
+        assert line["constant_groups"] < 1
+
+
+def test_the_first_update_is_exactly_on_policy_and_the_second_is_not(config: Path):
+    [two_updates] = run_ranks(1, two_steps, config)
+    [one_update] = run_ranks(1, two_steps, config, "policy.train_global_batch_size=16")
+    for line in one_update.metrics:
+        assert line["probs_ratio_min"] == line["probs_ratio_max"] == 1.0
+    assert two_updates.metrics[0]["probs_ratio_max"] > 1.0
+
+
+def test_sampler_and_trainer_agree_at_any_temperature(seen: Seen):  # field failures 25, 26
+    for line in seen.metrics:
+        assert line["token_mult_prob_error"] < 1.0005
+
+
+def test_the_reference_stays_what_it_was(seen: Seen):
+    assert seen.metrics[0]["kl_penalty"] < seen.metrics[1]["kl_penalty"]
+    assert seen.metrics[1]["kl_penalty"] > 1e-6
+
+
+def test_lr_schedule_moves_once_a_step(config: Path):
+    schedule = (
+        "policy.scheduler=[{name: torch.optim.lr_scheduler.LinearLR,"
+        " kwargs: {start_factor: 0.5, total_iters: 2}}]"
+    )
+    [seen] = run_ranks(1, two_steps, config, schedule)
+    assert [line["lr"] for line in seen.metrics] == pytest.approx([2.5e-4, 3.75e-4])
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_every_update_takes_its_own_slice_on_any_number_of_ranks(
+    updates: int, ranks: int, per_rank: int, other_ranks: int
+):
+    batch = ranks * other_ranks * per_rank
+    num_rows = updates * batch
+
+    def rows_of_update(size: int, update: int) -> set[int]:
+        each = batch // size
+        parts = [rows_of_rank(num_rows, batch, Axis(r, size, None)) for r in range(size)]
+        return {row for p in parts for row in p[update * each : (update + 1) * each]}
+
+    for update in range(updates):
+        expected = set(range(update * batch, (update + 1) * batch))
+        assert rows_of_update(ranks, update) == rows_of_update(other_ranks, update) == expected
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="6 rows"):
+        rows_of_rank(6, 4, SOLO)
+    with pytest.raises(ValueError, match="3 ranks"):
+        rows_of_rank(8, 4, Axis(0, 3, None))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 4))
+def test_cutting_keeps_every_real_token_and_no_useless_column(lengths: list[int], size: int):
+    width = max(lengths)
+    tokens = torch.arange(len(lengths) * width).view(len(lengths), width)
+    positions = torch.rand(len(lengths), max(width - 1, 0))
+    batch = Batch(
+        Rows(tokens, torch.tensor(lengths)),
+        positions > 0.5,
+        torch.ones(len(lengths), dtype=torch.bool),
+        positions,
+        positions + 1,
+        None,
+        positions + 2,
+        torch.rand(len(lengths)),
+    )
+    for part in slices(len(lengths), size):
+        micro = cut(batch, part)
+        assert micro.rows.tokens.shape[1] == max(lengths[part])
+        assert micro.advantages.shape == micro.token_mask.shape
+        for row, length in zip(range(part.start, part.stop), lengths[part], strict=True):
+            at = row - part.start
+            assert torch.equal(micro.rows.tokens[at, :length], tokens[row, :length])
+            assert torch.equal(
+                micro.prev_logprobs[at, : length - 1], positions[row, : length - 1] + 1
+            )
+
+
+@pytest.fixture(scope="module")
+def demo(config: Path) -> Inputs:
+    """The inputs of the CPU recipe itself, on a smaller draw of words."""
+    model = f"policy.model_name={config.parent / 'model'}"
+    return read_inputs(load(RECIPE, [model, "data.train.task_kwargs.size=2000"], GrpoRun), 1)
+
+
+def test_held_out_words_are_never_trained_on(demo: Inputs):
+    assert demo.data.validation is not None
+    words = [
+        {str(p.example["answer"])[::-1].lower() for p in side.prompts}
+        for side in (demo.data.train, demo.data.validation)
+    ]
+    assert min(map(len, words)) > 100
+    assert not words[0] & words[1]
+
+
+def test_no_prompt_contains_its_answer(demo: Inputs):
+    for prompt in demo.data.train.prompts:
+        backward = str(prompt.example["answer"])
+        [text] = decode(demo.tokenizer, [prompt.tokens])
+        assert (backward in text) == (backward in str(prompt.example["question"]))
+        if backward != backward[::-1]:
+            assert backward not in text.split(":")[-1]
+
+
+def test_accuracy_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="at least one prompt"):
+        accuracy([])
