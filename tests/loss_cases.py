@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
-from minirl.metrics import Metrics
+from minirl.metrics import Metrics, values
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "clip": {},
@@ -160,3 +160,27 @@ def run(
     loss, metrics = policy_loss(inputs, cfg, num_tokens=num_tokens, num_sequences=num_sequences)
     (grad,) = torch.autograd.grad(loss, inputs.logprobs)
     return loss.item(), grad, metrics
+
+
+def config(**keys: Any) -> LossConfig:
+    return msgspec.convert(keys, LossConfig)
+
+
+def close(a: float, b: float, tolerance: float = 1e-9) -> bool:
+    return a == b or abs(a - b) <= tolerance * max(1.0, abs(a), abs(b))
+
+
+def assert_metrics(found: Metrics, expected: dict[str, float], tolerance: float = 1e-9) -> None:
+    numbers = values(found)
+    assert numbers.keys() == expected.keys()
+    wrong = {k: (numbers[k], v) for k, v in expected.items() if not close(numbers[k], v, tolerance)}
+    assert not wrong
+
+
+def pick_rows(lists: dict[str, Any], rows: list[int]) -> dict[str, Any]:
+    return {name: [value[i] for i in rows] for name, value in lists.items()}
+
+
+def tokens_of(lists: dict[str, Any]) -> float:
+    pairs = zip(lists["token_mask"], lists["sample_mask"], strict=True)
+    return float(sum(sum(row) * s for row, s in pairs))

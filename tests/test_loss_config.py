@@ -348,9 +348,9 @@ def test_an_estimator_refuses_what_it_does_not_read(keys: dict[str, Any], messag
 
 def test_settings_cannot_be_changed():
     with pytest.raises(AttributeError):
-        LossConfig().ratio_clip_min = 0.3  # pyright: ignore
+        LossConfig().ratio_clip_min = 0.3
     with pytest.raises(AttributeError):
-        AdvEstimatorConfig().name = "opd"  # pyright: ignore
+        AdvEstimatorConfig().name = "opd"
 
 
 def test_metrics_have_one_set_of_names_per_configuration():

@@ -1,6 +1,6 @@
 import math
 
-import oracle
+import advantages_oracle as oracle
 import pytest
 import torch
 from hypothesis import given
