@@ -22,7 +22,7 @@ class Sum(NamedTuple):
 class Mean(NamedTuple):
     """A weighted mean before its division. Empty (weight 0) is NaN: there was nothing to average.
 
-    >>> value(add(Mean(torch.tensor(6.0), torch.tensor(2.0)), mean_of(0.0, 1)))
+    >>> value(add(Mean(torch.tensor(6.0), torch.tensor(2.0)), mean_of(0.0, 1.0)))
     2.0
     """
 
@@ -58,7 +58,7 @@ def mean_of(x: float, weight: float = 1.0) -> Mean:
 
 def mean_over(xs: Tensor) -> Mean:
     """The mean over all elements of `xs`."""
-    return Mean(xs.double().sum(), scalar(xs.numel()))
+    return Mean(xs.double().sum(), scalar(float(xs.numel())))
 
 
 def add(a: Metric, b: Metric) -> Metric:
