@@ -76,8 +76,8 @@ def check_requests(
             raise ValueError(f"request {index}: the prompt is empty; give at least one token")
         if length > room:
             raise ValueError(
-                f"request {index}: {length} prompt tokens + max_tokens {sampling.max_tokens} do not "
-                f"fit max_model_len {max_model_len}; shorten the prompt or raise max_model_len"
+                f"request {index}: {length} prompt tokens + max_tokens {sampling.max_tokens} do "
+                f"not fit max_model_len {max_model_len}; shorten the prompt or raise max_model_len"
             )
         if not 0 <= min(request.tokens) <= max(request.tokens) < vocabulary_size:
             outside = next(t for t in request.tokens if not 0 <= t < vocabulary_size)
@@ -99,11 +99,11 @@ def check_logprobs(index: int, logprobs: Sequence[float], num_tokens: int) -> No
     """
     if len(logprobs) != num_tokens:
         raise ValueError(
-            f"request {index}: the engine returned {len(logprobs)} log-probs for {num_tokens} tokens"
+            f"request {index}: the engine gave {len(logprobs)} log-probs for {num_tokens} tokens"
         )
     for at, logprob in enumerate(logprobs):
         if not (math.isfinite(logprob) and logprob <= POSITIVE_TOLERANCE):
             raise ValueError(
-                f"request {index}: the log-prob of sampled token {at} is {logprob}; it must be finite "
-                "and at most 0. The weights in the engine are probably not finite, or not a model's"
+                f"request {index}: the log-prob of sampled token {at} is {logprob}; it must be "
+                "finite and at most 0. Are the weights in the engine finite?"
             )

@@ -85,9 +85,9 @@ def collate(trajectories: Sequence[Trajectory], *, pad_token_id: int = 0) -> Col
     for t in trajectories:
         if not len(t.tokens) == len(t.sampled) == len(t.generation_logprobs) > 0 or t.sampled[0]:
             raise ValueError(
-                f"group {t.group} sample {t.sample}: {len(t.tokens)} tokens, {len(t.sampled)} flags, "
-                f"{len(t.generation_logprobs)} log-probs, first sampled: {any(t.sampled[:1])}; a row "
-                "needs equally many of each, at least one, and a first token that was given"
+                f"group {t.group} sample {t.sample}: {len(t.tokens)} tokens, {len(t.sampled)} "
+                f"flags, {len(t.generation_logprobs)} log-probs, first sampled: {t.sampled[:1]}; a "
+                "row needs equally many of each, at least one, and a first token that was given"
             )
     shape = (len(trajectories), max(len(t.tokens) for t in trajectories))
     tokens = torch.full(shape, pad_token_id, dtype=torch.long)

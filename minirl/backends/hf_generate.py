@@ -5,8 +5,9 @@ completion cannot depend on the others. It serves as the reference for vLLM in t
 engine where vLLM is not installed.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,31 +16,31 @@ from minirl.config import GenerationConfig
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
 from minirl.types import Completion
 
+TextOf: TypeAlias = Callable[[Sequence[int]], str]
 
-def open_engine(cfg: GenerationConfig, model_path: str) -> Engine:
+
+def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None = None) -> Engine:
     """An engine with the weights of `model_path` as version 0, on the current device.
 
-    `sleep_` and `wake_` do nothing.
+    `tokenizer` (default: the model's) only serves stop strings. `sleep_` and `wake_` do nothing.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     dtype: torch.dtype = getattr(torch, cfg.vllm_cfg.precision)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).to(device).eval()
-    tokenizer: Any = None
+    model = cast("Any", AutoModelForCausalLM).from_pretrained(model_path, dtype=dtype)
+    model.to(device).eval()
+    text_of = _decoder(tokenizer or model_path)
     version = 0
 
     def generate(requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        nonlocal tokenizer
         check_requests(
             requests,
             sampling,
             vocabulary_size=model.config.vocab_size,
             max_model_len=cfg.vllm_cfg.max_model_len,
         )
-        if sampling.stop_strings and tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(model_path)
-        completions = [_sample(model, tokenizer, request, sampling, version) for request in requests]
+        completions = [_sample(model, text_of, r, sampling, version) for r in requests]
         for index, completion in enumerate(completions):
             check_logprobs(index, completion.logprobs, len(completion.tokens))
         return completions
@@ -55,9 +56,27 @@ def open_engine(cfg: GenerationConfig, model_path: str) -> Engine:
     return Engine(generate, load_, nothing, nothing, nothing)
 
 
+def _decoder(tokenizer: str) -> TextOf:
+    """Renders tokens, special ones included. The tokenizer is loaded when it is first needed."""
+
+    @cache
+    def load() -> Any:
+        from transformers import AutoTokenizer
+
+        return cast("Any", AutoTokenizer).from_pretrained(tokenizer)
+
+    def text_of(tokens: Sequence[int]) -> str:
+        text: str = load().decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    return text_of
+
+
 @torch.no_grad()
 def _sample(
-    model: Any, tokenizer: Any, request: Request, sampling: Sampling, version: int
+    model: Any, text_of: TextOf, request: Request, sampling: Sampling, version: int
 ) -> Completion:
     """Samples one completion with a key-value cache of one row."""
     generator = torch.Generator().manual_seed(request.seed)
@@ -72,7 +91,10 @@ def _sample(
         token, logprob = _draw(output.logits[0, -1].float().cpu(), sampling, generator)
         tokens.append(token)
         logprobs.append(logprob)
-        stopped = token in sampling.stop_token_ids or _ends(tokenizer, tokens, sampling)
+        stopped = token in sampling.stop_token_ids or (
+            bool(sampling.stop_strings)
+            and any(stop in text_of(tokens) for stop in sampling.stop_strings)
+        )
         inputs = torch.tensor([[token]], device=model.device)
     return Completion(tuple(tokens), tuple(logprobs), not stopped, version)
 
@@ -90,16 +112,6 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tup
     noise = torch.empty_like(scaled).exponential_(generator=generator)
     token = int((scaled.softmax(-1) / noise).argmax())
     return token, float(scaled.log_softmax(-1)[token])
-
-
-def _ends(tokenizer: Any, tokens: Sequence[int], sampling: Sampling) -> bool:
-    """Whether the text of `tokens`, special tokens included, contains a stop string."""
-    if not sampling.stop_strings:
-        return False
-    text: str = tokenizer.decode(
-        tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-    )
-    return any(stop in text for stop in sampling.stop_strings)
 
 
 @torch.no_grad()

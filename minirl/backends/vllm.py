@@ -5,25 +5,28 @@ are handed over as tensors. The facts that shape this module hold for vLLM 0.30:
 
 - It adopts the default process group if one exists, and creates a world of one otherwise; the
   trainer's must therefore exist first. Shutting down destroys that group: close the engine last.
-- Building it reseeds, and sampling advances, the global generators; it also edits `os.environ` and
-  replaces `torch.set_num_threads`. `_contained` and `_quiet_randomness` undo this.
+- Building it reseeds, and sampling advances, the global generators. Building it also edits
+  `os.environ` and replaces `torch.set_num_threads`. `_contained` and `_running` undo this. (On a
+  CPU, `torch.accelerator.synchronize` and `empty_cache` stay replaced: the engine needs that.)
 - Cached prefixes survive new weights unless they are reset.
 - On a CPU it packs linear weights into handles and drops the originals; see `_keep_weights`.
 - A model folder's generation_config.json adds end tokens; it is ignored, so that a completion
   ends only where `Sampling` says.
 
 All ids of the model's vocabulary may be sampled, also those above the tokenizer's size: masking
-them here and not in the trainer would make the two log-probs differ by the masked mass.
+them here and not in the trainer would part the two log-probs by the log of the masked mass.
 """
 
 import copy
+import json
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -35,8 +38,12 @@ from minirl.engine import Engine, Request, Sampling, check_logprobs, check_reque
 from minirl.parallel import launched_size
 from minirl.types import Completion
 
+Shape: TypeAlias = tuple[int, ...]
+HEAD = "lm_head.weight"
+
 _OWNED = {
     "model": "policy.model_name",
+    "tokenizer": "policy.tokenizer.name",
     "dtype": "policy.generation.vllm_cfg.precision",
     "max_model_len": "policy.generation.vllm_cfg.max_model_len",
     "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
@@ -48,8 +55,10 @@ _OWNED = {
 """Arguments of `vllm.LLM` that `vllm_kwargs` may not set, and the keys that do."""
 
 
-def open_engine(cfg: GenerationConfig, model_path: str) -> Engine:
+def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None = None) -> Engine:
     """An engine with the weights of `model_path` as version 0.
+
+    `tokenizer` (default: the model's) only serves stop strings.
 
     Raises:
         ValueError: several ranks were launched and no process group exists yet, or `vllm_kwargs`
@@ -58,17 +67,18 @@ def open_engine(cfg: GenerationConfig, model_path: str) -> Engine:
     """
     if launched_size() > 1 and not dist.is_initialized():
         raise ValueError(
-            f"WORLD_SIZE is {launched_size()} but no process group exists: open minirl.parallel.world "
-            "before the engine, or vLLM would create a world of one in every rank"
+            f"WORLD_SIZE is {launched_size()} but no process group exists: open "
+            "minirl.parallel.world before the engine, or vLLM makes a world of one in every rank"
         )
     with _contained():
-        llm = _build(cfg, model_path)
+        llm = _build(cfg, model_path, tokenizer or model_path)
+    return _engine_of(llm, _weight_shapes(model_path), eager=cfg.vllm_cfg.enforce_eager)
+
+
+def _engine_of(llm: Any, shapes: Mapping[str, Shape], *, eager: bool) -> Engine:
     from vllm.platforms import current_platform
 
-    return _engine_of(llm, on_cpu=current_platform.is_cpu(), eager=cfg.vllm_cfg.enforce_eager)
-
-
-def _engine_of(llm: Any, *, on_cpu: bool, eager: bool) -> Engine:
+    on_cpu = current_platform.is_cpu()
     vocabulary_size: int = llm.model_config.get_vocab_size()
     max_model_len: int = llm.model_config.max_model_len
     version = 0
@@ -84,7 +94,7 @@ def _engine_of(llm: Any, *, on_cpu: bool, eager: bool) -> Engine:
     def load_(weights: Iterable[tuple[str, Tensor]], new_version: int) -> None:
         nonlocal version
         with _running(on_cpu=on_cpu, eager=eager):
-            _load_(llm, weights, in_place=on_cpu)
+            _load_(llm, _checked(weights, shapes), in_place=on_cpu)
         if not llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
         version = new_version
@@ -103,7 +113,7 @@ def _engine_of(llm: Any, *, on_cpu: bool, eager: bool) -> Engine:
     return Engine(generate, load_, sleep_, wake_, close)
 
 
-def _build(cfg: GenerationConfig, model_path: str) -> Any:
+def _build(cfg: GenerationConfig, model_path: str, tokenizer: str) -> Any:
     """Imports vLLM and builds its engine; call inside `_contained`."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -117,8 +127,10 @@ def _build(cfg: GenerationConfig, model_path: str) -> Any:
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         _keep_weights()
+    _inspect_here(model_path)
     kwargs: dict[str, Any] = {
         "model": model_path,
+        "tokenizer": tokenizer,
         "dtype": cfg.vllm_cfg.precision,
         "max_model_len": cfg.vllm_cfg.max_model_len,
         "gpu_memory_utilization": cfg.vllm_cfg.gpu_memory_utilization,
@@ -172,11 +184,26 @@ def _keep_weights() -> None:
     """
     from vllm import _custom_ops
 
-    _custom_ops._supports_onednn = False
+    _custom_ops._supports_onednn = False  # pyright: ignore[reportPrivateUsage]: there is no setting
+
+
+def _inspect_here(model_path: str) -> None:
+    """Registers the model's class as already imported.
+
+    Otherwise vLLM's first start with an architecture imports everything once more, in a child
+    process, to look at the class: 20 s and more on a CPU.
+    """
+    from transformers import AutoConfig
+    from vllm import ModelRegistry
+
+    config = cast("Any", AutoConfig).from_pretrained(model_path)
+    for name in cast("list[str]", config.architectures or []):
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _translate(requests: Sequence[Request], sampling: Sampling) -> tuple[list[Any], list[Any]]:
-    """vLLM's prompts and parameters.
+    """The prompts and parameters as vLLM wants them.
 
     Raises:
         ValueError: a temperature that vLLM would silently raise.
@@ -209,7 +236,7 @@ def _translate(requests: Sequence[Request], sampling: Sampling) -> tuple[list[An
 
 
 def _completion(index: int, output: Any, version: int) -> Completion:
-    """vLLM's answer to request `index`.
+    """The answer to request `index`.
 
     Raises:
         ValueError: it was aborted, or its log-probs are missing, not finite or positive.
@@ -222,49 +249,91 @@ def _completion(index: int, output: Any, version: int) -> Completion:
     return Completion(tuple(sample.token_ids), logprobs, sample.finish_reason == "length", version)
 
 
+def _weight_shapes(model_path: str) -> dict[str, Shape]:
+    """The weights that the model's safetensors files hold, from their headers."""
+    import safetensors
+    from transformers.utils import hub
+
+    find = cast("Any", hub).cached_file
+    index = find(
+        model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False
+    )
+    files = {"model.safetensors"}
+    if index is not None:
+        files = set(json.loads(Path(index).read_text())["weight_map"].values())
+    shapes: dict[str, Shape] = {}
+    for file in files:
+        with cast("Any", safetensors).safe_open(find(model_path, file), "pt") as weights:
+            names: list[str] = weights.keys()
+            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
+def _checked(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, Shape]
+) -> Iterator[tuple[str, Tensor]]:
+    """Passes `weights` on, and fails if they are not the model's.
+
+    vLLM itself fuses weights, and keeps the old part of a fused one that was not given. Buffers,
+    which some checkpoints hold, and the head, which may be tied, are not required.
+
+    Raises:
+        ValueError: a name is unknown, a shape differs, or a weight was not given.
+    """
+    missing = {name for name in shapes if name.endswith((".weight", ".bias"))} - {HEAD}
+    for name, tensor in weights:
+        if tuple(tensor.shape) != shapes.get(name) and name != HEAD:
+            raise ValueError(
+                f"weight {name!r} of shape {tuple(tensor.shape)}: the engine's model has "
+                f"{shapes.get(name, 'none of that name')}; export Hugging Face names, full tensors"
+            )
+        yield name, tensor
+        missing.discard(name)
+    if missing:
+        raise ValueError(f"weights not given to the engine: {sorted(missing)}")
+
+
 def _load_(llm: Any, weights: Iterable[tuple[str, Tensor]], *, in_place: bool) -> None:
     """Replaces all weights of vLLM's model.
 
-    `in_place` copies into the parameters as they are, which is right where kernels read them as
-    loaded. Otherwise vLLM reloads layer by layer and post-processes each (quantisation, absorbed
-    MLA projections, shuffled experts) into the same memory, so that CUDA graphs stay valid.
+    `in_place` copies into the parameters, which is right where kernels read them as loaded.
+    Otherwise vLLM reloads layer by layer and post-processes each (quantisation, absorbed MLA
+    projections, shuffled experts) into the same memory, so that CUDA graphs stay valid.
 
     Raises:
-        ValueError: a parameter was not given.
+        ValueError: in place, for a model whose weights are post-processed.
     """
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
+    from vllm.model_executor.model_loader import reload
 
+    layerwise = cast("Any", reload)
     config = llm.model_config
+    if in_place and (config.is_moe or config.use_mla or config.is_hybrid or config.is_quantized):
+        raise ValueError(
+            f"{config.model!r}: on a CPU, vLLM 0.30 takes new weights only of dense, unquantised "
+            "attention models; set policy.generation.backend=hf"
+        )
     tied = bool(config.hf_text_config.tie_word_embeddings)
     # Layer by layer, tensors are kept until their layer is complete, so they must be copies.
     ready = (
         (name, tensor.detach().to(config.dtype, copy=not in_place))
         for name, tensor in weights
-        if not (tied and name == "lm_head.weight")
+        if not (tied and name == HEAD)
     )
 
-    def replace(model: Any) -> set[str]:
-        names = {name for name, _ in model.named_parameters()}
-        with torch.no_grad(), set_current_vllm_config(llm.llm_engine.vllm_config):
-            if in_place:
-                given = model.load_weights(ready)
-            else:
-                initialize_layerwise_reload(model)
-                given = model.load_weights(ready)
-                finalize_layerwise_reload(model, config)
-        return names - given
+    def replace(model: Any) -> None:
+        if not in_place:
+            layerwise.initialize_layerwise_reload(model)
+        model.load_weights(ready)
+        if not in_place:
+            layerwise.finalize_layerwise_reload(model, config)
 
-    (missing,) = llm.apply_model(replace)
-    if missing:
-        raise ValueError(f"weights not given to the engine: {sorted(missing)}")
+    with torch.no_grad(), set_current_vllm_config(llm.llm_engine.vllm_config):
+        llm.apply_model(replace)
 
 
 @contextmanager
-def _contained() -> Iterator[None]:
+def _contained() -> Generator[None]:
     """Undoes what importing and building vLLM does to the process."""
     environment = dict(os.environ)
     set_num_threads = torch.set_num_threads
@@ -281,21 +350,21 @@ def _contained() -> Iterator[None]:
 
 
 @contextmanager
-def _running(*, on_cpu: bool, eager: bool) -> Iterator[None]:
+def _running(*, on_cpu: bool, eager: bool) -> Generator[None]:
     """Around every use of the engine: global generators untouched, no compilation if eager."""
     with _fork_rng(), _eager(on_cpu and eager):
         yield
 
 
 @contextmanager
-def _fork_rng() -> Iterator[None]:
+def _fork_rng() -> Generator[None]:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         yield
 
 
 @contextmanager
-def _eager(active: bool) -> Iterator[None]:
+def _eager(active: bool) -> Generator[None]:
     """Runs torch.compile'd functions uncompiled.
 
     On a CPU, vLLM compiles two small sampling kernels even if eager: 2 to 20 s at the first call,
