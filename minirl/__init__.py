@@ -27,6 +27,7 @@ Values: records and settings
     metrics.py                 metrics that add up over micro-batches, updates and ranks
     loader.py                  YAML and overrides to one frozen record, and back
     loss_config.py             settings of the loss and of the advantages
+    reward_config.py           settings of the reward path
     data_config.py             settings of the datasets
     config.py                  every other section of a run
 
@@ -48,6 +49,7 @@ Text and tasks: from files to prompts, from answers to rewards
     verifiers.py               what runs in them
     data.py                    datasets as values, and a stream that a cursor resumes
     rewards.py                 answers to scores
+    shaping.py                 scores to rewards; which groups teach anything
 
 Contracts: records of functions, and what is built on them alone
     parallel.py                process groups; sums and gathers over an axis
@@ -71,6 +73,7 @@ Backends: the only mutable objects; each file alone imports its dependency
 Algorithms: the steps and the loop
     algos/layout.py            which rank trains which rows
     algos/sft.py               supervised fine-tuning
+    algos/collect.py           the samples of a step
     algos/evaluate.py          accuracy on held-out problems
     algos/grpo.py              GRPO and its family
     algos/loop.py              step, validate, save, log, until done

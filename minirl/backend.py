@@ -19,7 +19,7 @@ from torch import Tensor
 from minirl.metrics import Metrics
 from minirl.parallel import Axis
 from minirl.rng import Key
-from minirl.types import Rows, Scalar, TokenLogProbs
+from minirl.types import Rows, Sample, Scalar, TokenLogProbs
 
 M = TypeVar("M")
 
@@ -56,9 +56,10 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainState(Generic[M]):
-    """What a checkpoint holds. `model` is a handle (parameters, optimizer, schedule), the rest values."""
+    """What a checkpoint holds."""
 
     model: M
+    """A handle: parameters, optimizer, schedule. The rest are values."""
     step: int
     """Steps of the algorithm taken: one rollout and its updates."""
     updates: int
@@ -67,6 +68,8 @@ class TrainState(Generic[M]):
     """Prompts drawn from the data stream so far."""
     key: Key
     """The root of the run's randomness."""
+    surplus: tuple[Sample, ...] = ()
+    """Scored samples, in whole groups, that were drawn and not yet trained on; on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +95,13 @@ class Backend(Generic[M]):
     """
 
     end_step_: Callable[[TrainState[M]], TrainState[M]]
-    """Ends a step of the algorithm: the learning-rate schedule advances once. Consumes: the state."""
+    """Ends a step of the algorithm: the learning-rate schedule advances once.
+
+    Consumes: the state.
+    """
 
     export: Callable[[TrainState[M]], Iterator[tuple[str, Tensor]]]
-    """Policy weights as (Hugging Face name, full tensor); the tensor is valid until the next one."""
+    """Policy weights as (Hugging Face name, full tensor), each valid until the next one."""
 
     save: Callable[[TrainState[M], Path], None]
     """Writes parameters, optimizer, schedule and the state's values into an existing folder."""
@@ -104,6 +110,6 @@ class Backend(Generic[M]):
     """Reads what `save` wrote, under any number of ranks. Consumes: the state."""
 
 
-def advance_cursor(state: TrainState[M], cursor: int) -> TrainState[M]:
-    """The same state after prompts up to `cursor` were drawn. Does not consume: weights are untouched."""
-    return replace(state, cursor=cursor)
+def after_draw(state: TrainState[M], cursor: int, surplus: Sequence[Sample] = ()) -> TrainState[M]:
+    """The same state after prompts up to `cursor` were drawn. Does not consume it."""
+    return replace(state, cursor=cursor, surplus=tuple(surplus))

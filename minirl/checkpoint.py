@@ -1,17 +1,25 @@
 """Checkpoints of a run: one folder a step, complete or absent.
 
 A folder is written under another name and renamed when every rank is done, so one that exists
-under its own name can be read. What is inside is the backend's business.
+under its own name can be read. What is inside is the backend's business, but for
+the samples that wait to be trained on.
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from minirl.backend import Backend, TrainState
 from minirl.parallel import Axis, barrier
+from minirl.types import Sample
 
 M = TypeVar("M")
+
+SURPLUS = "surplus.json"
+"""The samples that were drawn and not yet trained on."""
 
 
 def save(backend: Backend[M], state: TrainState[M], run: Path, axis: Axis) -> Path:
@@ -28,10 +36,23 @@ def save(backend: Backend[M], state: TrainState[M], run: Path, axis: Axis) -> Pa
     backend.save(state, part)
     barrier(axis)
     if axis.rank == 0:
+        (part / SURPLUS).write_bytes(msgspec.json.encode(state.surplus))
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
     barrier(axis)
     return folder
+
+
+def load_(backend: Backend[M], state: TrainState[M], folder: Path) -> TrainState[M]:
+    """The state that `save` wrote into `folder`.
+
+    Consumes: the state. Collective: every rank calls this.
+
+    Raises:
+        ValueError: as the backend's own `load_`.
+    """
+    surplus = msgspec.json.decode((folder / SURPLUS).read_bytes(), type=tuple[Sample, ...])
+    return replace(backend.load_(state, folder), surplus=surplus)
 
 
 def latest(run: Path) -> Path | None:

@@ -13,6 +13,7 @@ from msgspec import Meta, field
 from minirl.data_config import DataConfig
 from minirl.loader import Section, default, refuse
 from minirl.loss_config import AdvEstimatorConfig, LossConfig, refuse_inert
+from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
 
 Count: TypeAlias = Annotated[int, Meta(gt=0)]
 NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
@@ -22,7 +23,7 @@ Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 TOTAL_LENGTH = "${policy.max_total_sequence_length}"
 
 
-class GrpoConfig(Section, frozen=True):
+class GrpoConfig(Section, frozen=True, kw_only=True):
     """`grpo`: the algorithm's outer loop."""
 
     num_prompts_per_step: Count = 32
@@ -39,6 +40,19 @@ class GrpoConfig(Section, frozen=True):
     max_val_samples: Count = 256
     seed: Annotated[int, Meta(ge=0)] = 42
     adv_estimator: AdvEstimatorConfig = AdvEstimatorConfig()
+    advantage_clip_low: float | None = None
+    advantage_clip_high: float | None = None
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    reward_shaping: RewardShapingConfig
+    overlong_filtering: bool = False
+    """Leave truncated samples out of the loss; they still count in their group's baseline."""
+    use_dynamic_sampling: bool = False
+    """Train on groups whose scores differ only, and draw until there are enough."""
+    dynamic_sampling_max_gen_batches: Count = 10
+    batch_multiplier: Annotated[float, Meta(ge=1)] = 1.0
+    """Prompts of one draw under dynamic sampling, in units of `num_prompts_per_step`."""
+    seq_logprob_error_threshold: Annotated[float, Meta(gt=1)] | None = None
+    """Leave out samples whose mean of exp|generation - trainer log-prob| exceeds this."""
 
     def __post_init__(self) -> None:
         """An estimator needs what it reads: a group for its baseline, a critic, a teacher."""
@@ -50,6 +64,12 @@ class GrpoConfig(Section, frozen=True):
             group == 1 and baseline and name != "raw_reward",
             f"num_generations_per_prompt is 1, but adv_estimator.name {name} subtracts the mean of "
             "the group: every advantage would be 0; use at least 2, or raw_reward",
+        )
+        _check_dynamic_sampling(self)
+        low, high = self.advantage_clip_low, self.advantage_clip_high
+        refuse(
+            low is not None and high is not None and low >= high,
+            f"advantage_clip_low {low} must be less than advantage_clip_high {high}",
         )
 
 
@@ -198,7 +218,7 @@ class LoggerConfig(Section, frozen=True):
 class GrpoRun(Section, frozen=True, kw_only=True):
     """A whole run of `bin/grpo.py`."""
 
-    grpo: GrpoConfig = GrpoConfig()
+    grpo: GrpoConfig
     loss_fn: LossConfig = LossConfig()
     policy: PolicyConfig
     data: DataConfig
@@ -249,6 +269,12 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
         f"grpo.num_prompts_per_step {prompts} cannot be shared equally by {num_ranks} ranks; "
         f"{_multiples(prompts, num_ranks)}",
     )
+    drawn = int(prompts * run.grpo.batch_multiplier)
+    refuse(
+        drawn % num_ranks != 0,
+        f"grpo.batch_multiplier {run.grpo.batch_multiplier} x num_prompts_per_step {prompts} = "
+        f"{drawn} prompts cannot be shared equally by {num_ranks} ranks",
+    )
     micro, batch = run.policy.train_micro_batch_size, run.policy.train_global_batch_size
     refuse(
         batch % (num_ranks * micro) != 0,
@@ -267,6 +293,26 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
 def _multiples(number: int, unit: int) -> str:
     below = number // unit * unit
     return f"use {below} or {below + unit}" if below else f"use {unit}"
+
+
+def _check_dynamic_sampling(cfg: GrpoConfig) -> None:
+    draws, multiplier = cfg.dynamic_sampling_max_gen_batches, cfg.batch_multiplier
+    refuse(
+        not cfg.use_dynamic_sampling and (draws, multiplier) != (10, 1.0),
+        f"dynamic_sampling_max_gen_batches is {draws} and batch_multiplier {multiplier}, which "
+        "have no effect without use_dynamic_sampling; set it to true or remove them",
+    )
+    refuse(
+        cfg.use_dynamic_sampling and cfg.num_generations_per_prompt == 1,
+        "use_dynamic_sampling keeps groups whose scores differ, and a group of "
+        "num_generations_per_prompt 1 never does; use at least 2",
+    )
+    prompts = cfg.num_prompts_per_step * multiplier
+    refuse(
+        prompts != int(prompts),
+        f"batch_multiplier {multiplier} x num_prompts_per_step {cfg.num_prompts_per_step} = "
+        f"{prompts} is no whole number of prompts",
+    )
 
 
 def _check_scheduler(entries: list[ScheduleConfig]) -> None:

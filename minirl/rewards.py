@@ -39,12 +39,12 @@ def open_rewards(cfg: EnvConfig, dataset: DatasetConfig) -> Iterator[RewardFn]:
     - `reasoning_gym`: the task's own `score_answer` on the text as it is; 1 if it gives 1, else 0,
       or what it gives if `partial_credit` is set. A truncated answer is worth 0.
     - `math`: 1 if `math-verify` finds the answer equal to the example's `output_key`, else 0.
-    - `package.module:function`: what `function(completion, example)` returns. It is loaded here,
-      in a worker, so a wrong path fails before any model is loaded.
+    - `package.module:function`: what `function(completion, example)` returns: a number, or several
+      by name, which are the score's components and whose sum is its reward. It is loaded here, in
+      a worker, so a wrong path fails before any model is loaded.
 
     An answer that exceeds `env.timeout_s` is worth 0 and marked `timed_out`. Where a built-in
-    verifier fails (raises, or takes down two processes), the reward is 0 and the component
-    `verifier_error` 1.
+    verifier fails (raises, or takes down two processes), the reward is 0, marked `failed`.
 
     Raises:
         ValueError: a user function cannot be loaded; or (from the reward function) a reward is not
@@ -87,7 +87,7 @@ def _scores(pool: Pool, dataset: DatasetConfig, answers: Sequence[Answer]) -> li
     judged = [(a.text, a.prompt.example) for a in answers if not is_lost(a)]
     outcomes = iter(run_(pool, judged))
     return [
-        _built_in(0.0) if is_lost(answer) else _score(next(outcomes), answer.prompt, dataset)
+        Score(0.0) if is_lost(answer) else _score(next(outcomes), answer.prompt, dataset)
         for answer in answers
     ]
 
@@ -96,9 +96,9 @@ def _score(outcome: Outcome, prompt: Prompt, dataset: DatasetConfig) -> Score:
     built_in = dataset.env_name in ("math", "reasoning_gym")
     match outcome.kind:
         case "timed_out":
-            return _built_in(0.0, timed_out=True) if built_in else Score(0.0, timed_out=True)
+            return Score(0.0, timed_out=True)
         case "raised" | "died" if built_in:
-            return _built_in(0.0, error=True)
+            return Score(0.0, failed=True)
         case "raised" | "died":
             raise RuntimeError(
                 f"reward function {dataset.env_name!r} {outcome.kind} on prompt {prompt.id}"
@@ -111,11 +111,5 @@ def _score(outcome: Outcome, prompt: Prompt, dataset: DatasetConfig) -> Score:
             f"env_name={dataset.env_name!r} gave prompt {prompt.id} the reward {reward}; "
             "a reward must be a finite number"
         )
-    if not built_in:
-        return Score(reward)
-    exact = dataset.env_name == "math" or not dataset.partial_credit
-    return _built_in(float(reward >= 1.0) if exact else reward)
-
-
-def _built_in(reward: float, *, error: bool = False, timed_out: bool = False) -> Score:
-    return Score(reward, {"verifier_error": float(error)}, timed_out)
+    exact = built_in and not dataset.partial_credit
+    return Score(float(reward >= 1.0) if exact else reward, outcome.parts)

@@ -71,7 +71,10 @@ class Score(NamedTuple):
 
     reward: float
     components: Mapping[str, float] = {}
+    """The named parts that a reward function gave, if it gave any."""
     timed_out: bool = False
+    failed: bool = False
+    """The verifier itself broke down; the reward is 0."""
 
 
 class Sample(NamedTuple):

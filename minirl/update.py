@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import torch
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
-from minirl.metrics import Metrics
+from minirl.metrics import Metrics, Sum, scalar
 from minirl.parallel import Axis, reduce_metrics, require_equal, sum_over
 from minirl.types import Batch, Rows, Scalar
 
@@ -41,8 +41,9 @@ def update_(
 ) -> tuple[TrainState[M], Metrics]:
     """One optimizer update on the global batch: `batches` of every rank together.
 
-    The metrics are those of the loss and of `Backend.update_`, added up over all ranks. `loss`
-    is given its batch on the device of the output.
+    The metrics are those of the loss and of `Backend.update_`, added up over all ranks, and
+    `empty_updates`: 1 when nothing was trained, so that the gradient is 0. `loss` is given its
+    batch on the device of the output.
 
     Consumes: the state. Collective: every rank of the data axis calls this with the same number
     of micro-batches.
@@ -62,7 +63,8 @@ def update_(
         Work(b.rows, head, partial(_loss_on, loss=loss, batch=b, counts=counts)) for b in batches
     ]
     state, metrics = backend.update_(state, works)
-    return state, reduce_metrics(metrics, axis)
+    metrics = reduce_metrics(metrics, axis)
+    return state, {**metrics, "empty_updates": Sum(scalar(counts.num_tokens == 0))}
 
 
 def count(batches: Sequence[Batch], axis: Axis) -> Counts:
@@ -72,7 +74,7 @@ def count(batches: Sequence[Batch], axis: Axis) -> Counts:
     """
     tokens = sum(int((b.token_mask & b.sample_mask[:, None]).sum()) for b in batches)
     sequences = sum(int(b.sample_mask.sum()) for b in batches)
-    num_tokens, num_sequences = sum_over([tokens, sequences], axis)
+    num_tokens, num_sequences = sum_over([float(tokens), float(sequences)], axis)
     return Counts(int(num_tokens), int(num_sequences))
 
 

@@ -59,15 +59,18 @@ class Outcome(NamedTuple):
     kind: Literal["returned", "raised", "timed_out", "died"]
     """`died`: the worker vanished during the call, and so did a second one."""
     value: float = math.nan
-    """What the function returned; NaN unless `kind` is `returned`."""
+    """What the function returned, or the sum of its parts; NaN unless `kind` is `returned`."""
     detail: str = ""
     """The traceback if it raised."""
+    parts: Mapping[str, float] = {}
+    """What the function returned if it returned several numbers by name."""
 
 
 class _Reply(NamedTuple):
     kind: Literal["ready", "unusable", "returned", "raised", "timed_out", "died"]
     value: float = math.nan
     detail: str = ""
+    parts: Mapping[str, float] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -169,7 +172,7 @@ def _finish_(
     match reply.kind:
         case "returned" | "raised":
             worker.job, worker.deadline = None, math.inf
-            outcomes[job] = Outcome(reply.kind, reply.value, reply.detail)
+            outcomes[job] = Outcome(reply.kind, reply.value, reply.detail, reply.parts)
         case "died" if job not in suspects:
             # The job may be innocent: somebody else may have killed the worker.
             _dismiss_(pool, worker)
@@ -256,10 +259,10 @@ def _listen(pool: Pool, patience_s: float) -> list[tuple[_Worker, _Reply]]:
 
 def _receive(connection: Connection) -> _Reply:
     try:
-        kind, value, detail = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
+        kind, value, detail, parts = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
     except (EOFError, OSError, ValueError):
         return _Reply("died")
-    return _Reply(kind, float(value), str(detail))
+    return _Reply(kind, float(value), str(detail), cast("dict[str, float]", parts))
 
 
 def load_function(path: str) -> Function:
@@ -304,12 +307,19 @@ def _call(function: Function, pickled: bytes) -> _Reply:
     try:
         job = cast(Job, pickle.loads(pickled))
         value = 0.0 if job is None else function(*job)
-        # numpy's and torch's scalars are numbers too; text that spells a number is a mistake.
-        if isinstance(value, str | bytes):
-            raise TypeError(f"returned {value!r}, where a number is required")
-        return _Reply("returned", float(cast(float, value)))
+        if isinstance(value, Mapping):
+            parts = {str(name): _number(part) for name, part in value.items()}
+            return _Reply("returned", sum(parts.values()), parts=parts)
+        return _Reply("returned", _number(value))
     except Exception:
         return _Reply("raised", detail=traceback.format_exc())
+
+
+def _number(value: object) -> float:
+    # numpy's and torch's scalars are numbers too; text that spells a number is a mistake.
+    if isinstance(value, str | bytes):
+        raise TypeError(f"returned {value!r}, where a number is required")
+    return float(cast(float, value))
 
 
 def _send(pool: Connection, reply: _Reply) -> None:

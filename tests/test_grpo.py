@@ -20,7 +20,7 @@ from minirl.config import GrpoRun
 from minirl.loader import load
 from minirl.metrics import merge, values
 from minirl.parallel import SOLO, Axis
-from minirl.types import Batch, Prompt, Rows, Sample, Score, Trajectory
+from minirl.types import Batch, Prompt, Rows, Score, Trajectory
 
 RECIPE = Path(__file__).parent.parent / "bin" / "recipes" / "grpo_tiny_cpu.yaml"
 WORDS = ("apple", "bread", "cloud", "dream", "eagle", "flame", "grape", "house", "ivory", "jolly")
@@ -57,14 +57,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.yaml"
 
 
-def share_of_thirds(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Sample]:
+def share_of_thirds(prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]) -> list[Score]:
     """A reward that a random model already gets in part: token ids divisible by three."""
 
-    def reward(t: Trajectory) -> float:
-        drawn = sampled_tokens(t)
-        return sum(token % 3 == 0 for token in drawn) / len(drawn)
-
-    return [Sample(t, Score(reward(t)), reward(t)) for t in trajectories]
+    drawn = [sampled_tokens(t) for t in trajectories]
+    return [Score(sum(token % 3 == 0 for token in d) / len(d)) for d in drawn]
 
 
 class Seen(NamedTuple):
@@ -82,7 +79,7 @@ def two_steps(axis: Axis, config: Path, *overrides: str) -> Seen:
     tokens, lines = [], []
     with open_parts(run, inputs, share_of_thirds, axis) as (state, parts):
         for _ in range(2):
-            state, samples = grpo.collect(state, parts, run, {})
+            state, samples, _ = grpo.collect(state, parts, run.grpo, {})
             tokens += [s.trajectory.tokens for s in samples]
             state, metrics = grpo.learn(state, samples, parts, run, {})
             parts.engine.load_(parts.backend.export(state), state.updates)

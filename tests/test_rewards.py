@@ -301,8 +301,8 @@ def rewards_of(env_name: str, timeout_s: float = 20.0, **dataset: Any) -> Any:
     return open_rewards(EnvConfig(num_workers=2, timeout_s=timeout_s), cfg)
 
 
-RIGHT = Score(1.0, {"verifier_error": 0.0})
-WRONG = Score(0.0, {"verifier_error": 0.0})
+RIGHT = Score(1.0)
+WRONG = Score(0.0)
 
 
 def test_a_user_function_sees_completion_and_example():
@@ -377,7 +377,7 @@ def test_a_math_answer_that_cannot_be_computed_is_timed_out(math_reward):
 
 def test_a_reference_that_is_no_mathematics_is_a_counted_error(math_reward):
     scores = math_reward(answers("4", example={"output": ""}))
-    assert scores == [Score(0.0, {"verifier_error": 1.0})]
+    assert scores == [Score(0.0, failed=True)]
 
 
 @pytest.mark.slow
@@ -396,7 +396,7 @@ def test_a_reasoning_gym_task_scores_its_own_answers(partial):
         mixed = reward(
             answers("nus", example=entry, truncated=True) + answers("nus", example=entry)
         )
-    close = Score(2 / 3, {"verifier_error": 0.0}) if partial else WRONG
+    close = Score(2 / 3) if partial else WRONG
     assert [s.reward for s in scores] == pytest.approx([1.0, 1.0, close.reward, 0.0])
     assert cut == [WRONG, WRONG]
     assert mixed == [WRONG, RIGHT]

@@ -1,15 +1,21 @@
 """Accuracy on held-out problems: one sample for each, scored, averaged over all ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
+from minirl.algos.collect import ScoreFn
 from minirl.engine import Engine, Sampling
 from minirl.parallel import Axis, gather
 from minirl.rng import Key
 from minirl.rollout import rollout
-from minirl.types import Prompt, Sample, Trajectory
+from minirl.types import Prompt, Score, Trajectory
 
-ScoreFn = Callable[[Sequence[Prompt], Sequence[Trajectory]], list[Sample]]
-"""Scores trajectories; the prompt of trajectory t is found by its `prompt_id`."""
+
+class Judged(NamedTuple):
+    """An answer and its score."""
+
+    trajectory: Trajectory
+    score: Score
 
 
 def answer(
@@ -19,10 +25,10 @@ def answer(
     score: ScoreFn,
     axis: Axis,
     key: Key,
-) -> list[Sample]:
-    """One scored sample for each prompt, in the order of the prompts, on every rank.
+) -> list[Judged]:
+    """One judged answer to each prompt, in the order of the prompts, on every rank.
 
-    The same samples on any number of ranks: a sample's seed follows from `key` and its prompt.
+    The same on any number of ranks: a sample's seed follows from `key` and its prompt.
 
     Collective: every rank of `axis` calls this with the same prompts.
     """
@@ -32,15 +38,16 @@ def answer(
     trajectories = rollout(
         engine, mine, sampling, num_generations=1, key=key, first_group=first, step=0
     )
-    return gather(score(mine, trajectories), axis)
+    scores = score(mine, trajectories)
+    return gather([Judged(*pair) for pair in zip(trajectories, scores, strict=True)], axis)
 
 
-def accuracy(samples: Sequence[Sample]) -> float:
+def accuracy(answers: Sequence[Judged]) -> float:
     """The mean score.
 
     Raises:
-        ValueError: there is no sample.
+        ValueError: there is no answer.
     """
-    if not samples:
-        raise ValueError("no sample to average: validation needs at least one prompt")
-    return sum(s.score.reward for s in samples) / len(samples)
+    if not answers:
+        raise ValueError("no answer to average: validation needs at least one prompt")
+    return sum(a.score.reward for a in answers) / len(answers)

@@ -12,41 +12,29 @@ Source: Shao et al. 2024, arXiv:2402.03300, algorithm 1.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from minirl.advantages import Scores, TokenInputs, advantages
-from minirl.algos.evaluate import ScoreFn
+from minirl.advantages import Scores, TokenInputs, advantages, clip_advantages
+from minirl.algos.collect import Parts, collect
 from minirl.algos.layout import cut, cut_rows, rows_of_rank, slices
-from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, advance_cursor
+from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights
 from minirl.config import GrpoRun
-from minirl.data import Dataset, draw
-from minirl.engine import Engine, Sampling
 from minirl.log import timed
 from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
 from minirl.metrics import Max, Mean, Metrics, Sum, mean_over, merge, scalar, values
-from minirl.parallel import gather, reduce_metrics, share_of, sum_tensor
-from minirl.rollout import collate, rollout
-from minirl.types import Batch, Rows, Sample, Scalar, TokenLogProbs
+from minirl.mismatch import keep_matching_sequences
+from minirl.parallel import reduce_metrics, sum_tensor
+from minirl.rollout import Collated, collate
+from minirl.shaping import by_group, informative
+from minirl.types import Batch, Rows, Sample, SampleMask, Scalar, TokenLogProbs
 from minirl.update import Counts, update_
 
 M = TypeVar("M")
-
-
-@dataclass(frozen=True, slots=True)
-class Parts(Generic[M]):
-    """What a step uses and never changes."""
-
-    backend: Backend[M]
-    engine: Engine
-    dataset: Dataset
-    score: ScoreFn
-    sampling: Sampling
 
 
 def step(
@@ -58,39 +46,14 @@ def step(
     """
     seconds: dict[str, float] = {}
     with timed(seconds, "total"):
-        state, samples = collect(state, on, cfg, seconds)
+        state, samples, drawn = collect(state, on, cfg.grpo, seconds)
+        on.engine.sleep_()
         state, metrics = learn(state, samples, on, cfg, seconds)
         with timed(seconds, "refit"):
             on.engine.wake_()
             on.engine.load_(on.backend.export(state), state.updates)
-    metrics = merge(metrics, sample_metrics(samples))
-    return state, values(metrics, "train/") | speed(seconds, samples)
-
-
-def collect(
-    state: TrainState[M], on: Parts[M], cfg: GrpoRun, seconds: dict[str, float]
-) -> tuple[TrainState[M], list[Sample]]:
-    """The scored samples of this step, group by group, the same on every rank.
-
-    Collective: every rank calls it.
-    """
-    axis = on.backend.data_axis
-    prompts, cursor = draw(on.dataset, state.cursor, cfg.grpo.num_prompts_per_step)
-    mine = share_of(prompts, axis)
-    with timed(seconds, "generation"):
-        trajectories = rollout(
-            on.engine,
-            mine,
-            on.sampling,
-            num_generations=cfg.grpo.num_generations_per_prompt,
-            key=state.key,
-            first_group=axis.rank * len(mine),
-            step=state.step,
-        )
-    with timed(seconds, "reward"):
-        on.engine.sleep_()
-        samples = on.score(mine, trajectories)
-    return advance_cursor(state, cursor), gather(samples, axis)
+    seen = values(merge(metrics, drawn, sample_metrics(samples)), "train/")
+    return state, seen | speed(seconds, samples, seen["train/sampled_tokens"])
 
 
 def learn(
@@ -139,27 +102,23 @@ def prepare(
     on: Parts[M],
     cfg: GrpoRun,
 ) -> tuple[Batch, Metrics]:
-    """Everything the updates need of this rank's rows, as one batch; and the policy's entropy.
+    """Everything the updates need of this rank's rows, as one batch; and what was seen on the way.
 
     Collective: every rank calls it with the same samples and its own rows.
     """
-    axis = on.backend.data_axis
+    axis, size = on.backend.data_axis, cfg.policy.logprob_batch_size
     local = collate([samples[row].trajectory for row in mine])
-    width = cfg.policy.logprob_batch_size
     head = TokenHead(on.sampling.temperature, entropy=True)
-    prev, entropy = row_values(state, local.rows, on.backend, head, "policy", width)
+    prev, entropy = row_values(state, local.rows, on.backend, head, "policy", size)
     reference = None
     if needs_reference(cfg.loss_fn):
-        head = TokenHead(on.sampling.temperature)
-        reference, _ = row_values(state, local.rows, on.backend, head, "reference", width)
-    sample_mask = torch.ones(len(mine), dtype=torch.bool)
-    token_advantages = advantages(
+        head = head._replace(entropy=False)
+        reference, _ = row_values(state, local.rows, on.backend, head, "reference", size)
+    sample_mask, seen = trained_samples([samples[row] for row in mine], local, prev, cfg)
+    found = advantages(
         cfg.grpo.adv_estimator,
         cfg.loss_fn,
-        Scores(
-            rewards=torch.tensor([s.reward for s in samples]),
-            groups=torch.tensor([s.trajectory.group for s in samples]),
-        ),
+        scores_of(samples),
         TokenInputs(local.token_mask, sample_mask, prev, reference),
         rows=mine,
         sum_over=partial(sum_tensor, axis=axis),
@@ -171,11 +130,39 @@ def prepare(
         generation_logprobs=local.generation_logprobs,
         prev_logprobs=prev,
         reference_logprobs=reference,
-        advantages=token_advantages,
+        advantages=clip_advantages(
+            found, cfg.grpo.advantage_clip_low, cfg.grpo.advantage_clip_high
+        ),
         rewards=torch.tensor([samples[row].reward for row in mine]),
     )
-    seen: Metrics = {"entropy": mean_over(entropy[local.token_mask])}
+    seen |= {"entropy": mean_over(entropy[local.token_mask])}
     return batch, reduce_metrics(seen, axis)
+
+
+def trained_samples(
+    samples: Sequence[Sample], local: Collated, prev: TokenLogProbs, cfg: GrpoRun
+) -> tuple[SampleMask, Metrics]:
+    """Which samples enter the loss: not those that are filtered, nor those that do not match."""
+    filtered = cfg.grpo.overlong_filtering
+    mask = torch.tensor([not (filtered and s.trajectory.truncated) for s in samples])
+    threshold = cfg.grpo.seq_logprob_error_threshold
+    if threshold is None:
+        return mask, {}
+    return keep_matching_sequences(
+        prev, local.generation_logprobs, local.token_mask, mask, threshold
+    )
+
+
+def scores_of(samples: Sequence[Sample]) -> Scores:
+    """What advantages are computed from; the components that every sample has."""
+    names = set.intersection(*(set(s.score.components) for s in samples))
+    return Scores(
+        rewards=torch.tensor([s.reward for s in samples]),
+        groups=torch.tensor([s.trajectory.group for s in samples]),
+        components={
+            name: torch.tensor([s.score.components[name] for s in samples]) for name in names
+        },
+    )
 
 
 def row_values(
@@ -208,7 +195,7 @@ def needs_reference(cfg: LossConfig) -> bool:
     return cfg.reference_policy_kl_penalty > 0
 
 
-COUNTED = ("num_valid_samples", "nonfinite_updates", "overflow_tokens")
+COUNTED = ("num_valid_samples", "nonfinite_updates", "empty_updates", "overflow_tokens")
 """Totals over the updates of a step; every other metric of an update is averaged over them."""
 
 
@@ -222,32 +209,42 @@ def per_update(metrics: Metrics) -> Metrics:
 
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     """What the samples of a step look like, before anything is learnt from them."""
-    rewards: dict[int, list[float]] = {}
-    for s in samples:
-        rewards.setdefault(s.trajectory.group, []).append(s.score.reward)
     lengths = [float(sum(s.trajectory.sampled)) for s in samples]
     means: dict[str, list[float]] = {
         "reward_mean": [s.score.reward for s in samples],
-        "constant_groups": [float(min(group) == max(group)) for group in rewards.values()],
+        "shaped_reward_mean": [s.reward for s in samples],
+        "constant_groups": [float(not informative(group)) for group in by_group(samples)],
         "truncated": [float(s.trajectory.truncated) for s in samples],
         "response_tokens": lengths,
         "prompt_tokens": [
             len(s.trajectory.tokens) - n for s, n in zip(samples, lengths, strict=True)
         ],
     }
+    for name in samples[0].score.components:
+        means[f"reward/{name}"] = [s.score.components[name] for s in samples]
+    totals = {
+        "verifier_timeouts": sum(s.score.timed_out for s in samples),
+        "verifier_failures": sum(s.score.failed for s in samples),
+    }
     metrics: Metrics = {name: mean_over(torch.tensor(x)) for name, x in means.items()}
+    metrics |= {name: Sum(scalar(total)) for name, total in totals.items()}
     metrics["response_tokens_max"] = Max(scalar(max(lengths)))
-    metrics["verifier_timeouts"] = Sum(scalar(sum(s.score.timed_out for s in samples)))
     return metrics
 
 
-def speed(seconds: dict[str, float], samples: Sequence[Sample]) -> dict[str, float]:
+def speed(
+    seconds: dict[str, float], samples: Sequence[Sample], sampled_tokens: float
+) -> dict[str, float]:
     """Times of the stages on this rank, and tokens per second over all ranks."""
-    tokens = sum(len(s.trajectory.tokens) for s in samples)
-    sampled = sum(sum(s.trajectory.sampled) for s in samples)
+    tokens = float(sum(len(s.trajectory.tokens) for s in samples))
+    done = {
+        "": ("total", tokens),
+        "generation_": ("generation", sampled_tokens),
+        "logprobs_": ("logprobs", tokens),
+        "training_": ("training", tokens),
+    }
     return {f"time/{name}_s": t for name, t in seconds.items()} | {
-        "perf/tokens_per_s": tokens / seconds["total"],
-        "perf/generation_tokens_per_s": sampled / seconds["generation"],
-        "perf/training_tokens_per_s": tokens / seconds["training"],
-        "perf/logprobs_tokens_per_s": tokens / seconds["logprobs"],
+        f"perf/{name}tokens_per_s": num / seconds[stage]
+        for name, (stage, num) in done.items()
+        if stage in seconds
     }

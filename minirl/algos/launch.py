@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minirl.algos import grpo, loop
-from minirl.algos.evaluate import ScoreFn, accuracy, answer
+from minirl.algos.collect import Parts, ScoreFn
+from minirl.algos.evaluate import Judged, accuracy, answer
 from minirl.backend import TrainState
 from minirl.backends import open_backend, open_engine
 from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
-from minirl.checkpoint import latest, save
+from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
 from minirl.data import Datasets, load_datasets
 from minirl.engine import Sampling
@@ -35,7 +36,7 @@ from minirl.log import (
 from minirl.parallel import Axis, launched_size, world
 from minirl.rewards import Answer, RewardFn, open_rewards
 from minirl.rng import fold_in, key_of
-from minirl.types import Prompt, Sample, Trajectory
+from minirl.types import Prompt, Score, Trajectory
 
 
 class Inputs(NamedTuple):
@@ -83,7 +84,7 @@ def run_grpo(run: GrpoRun) -> None:
             prepare_run_dir(run_dir, dump(run))
             reward = stack.enter_context(open_rewards(run.env, run.data.train))
         axis = stack.enter_context(world())
-        score = partial(score_samples, inputs.tokenizer, reward)
+        score = partial(score_answers, inputs.tokenizer, reward)
         state, parts = stack.enter_context(open_parts(run, inputs, score, axis))
         total = num_steps(run, inputs.data)
         log = stack.enter_context(open_log(run_dir, state.step, total, axis.rank))
@@ -115,7 +116,7 @@ def _plan(run: GrpoRun, total: int) -> loop.Plan:
 @contextmanager
 def open_parts(
     run: GrpoRun, inputs: Inputs, score: ScoreFn, axis: Axis
-) -> Iterator[tuple[TrainState[Any], grpo.Parts[Any]]]:
+) -> Iterator[tuple[TrainState[Any], Parts[Any]]]:
     """Backend, then engine; the weights of the last checkpoint, if there is one, in both."""
     backend, state = open_backend(
         run.policy,
@@ -125,31 +126,30 @@ def open_parts(
     )
     folder = latest(Path(run.checkpointing.checkpoint_dir)) if run.checkpointing.enabled else None
     if folder is not None:
-        state = backend.load_(state, folder)
+        state = load_(backend, state, folder)
     engine = open_engine(run.policy)
     try:
         engine.load_(backend.export(state), state.updates)
-        yield state, grpo.Parts(backend, engine, inputs.data.train, score, inputs.sampling)
+        yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling)
     finally:
         engine.close()
 
 
-def score_samples(
+def score_answers(
     tokenizer: Tokenizer,
     reward: RewardFn,
     prompts: Sequence[Prompt],
     trajectories: Sequence[Trajectory],
-) -> list[Sample]:
+) -> list[Score]:
     """Renders what was sampled, once, and has it judged."""
     by_id = {prompt.id: prompt for prompt in prompts}
     texts = decode(tokenizer, [sampled_tokens(t) for t in trajectories])
-    scores = reward(
+    return reward(
         [
             Answer(by_id[t.prompt_id], text, t.truncated)
             for t, text in zip(trajectories, texts, strict=True)
         ]
     )
-    return [Sample(t, s, s.reward) for t, s in zip(trajectories, scores, strict=True)]
 
 
 def sampled_tokens(trajectory: Trajectory) -> list[int]:
@@ -158,7 +158,7 @@ def sampled_tokens(trajectory: Trajectory) -> list[int]:
 
 
 def validate(
-    state: TrainState[Any], parts: grpo.Parts[Any], inputs: Inputs, run: GrpoRun, log: Log
+    state: TrainState[Any], parts: Parts[Any], inputs: Inputs, run: GrpoRun, log: Log
 ) -> dict[str, float]:
     """Accuracy on the held-out prompts, as trained and (if asked) greedily. Collective."""
     assert inputs.data.validation is not None
@@ -180,7 +180,7 @@ def validate(
     return metrics | {"time/validation_s": seconds["validation"]}
 
 
-def show_samples(samples: Sequence[Sample], tokenizer: Tokenizer, log: Log) -> None:
+def show_samples(samples: Sequence[Judged], tokenizer: Tokenizer, log: Log) -> None:
     """Some answers, with their rewards."""
     texts = decode(tokenizer, [sampled_tokens(s.trajectory) for s in samples])
     for s, text in zip(samples, texts, strict=True):

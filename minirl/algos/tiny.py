@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from minirl.algos import sft
-from minirl.backend import advance_cursor
+from minirl.backend import after_draw
 from minirl.backends.dtensor import open_backend
 from minirl.chat import Tokenizer, load_tokenizer
 from minirl.config import GrpoRun, OptimizerConfig, ScheduleConfig, TokenizerConfig
@@ -140,7 +140,7 @@ def warm_start(folder: Path, run: GrpoRun, axis: Axis, *, seed: int, steps: int)
     for _ in range(steps):
         prompts, cursor = draw(train, state.cursor, BATCH_SIZE)
         shown = [demonstration(prompt, tokenizer, draws) for prompt in prompts]
-        state = advance_cursor(state, cursor)
+        state = after_draw(state, cursor)
         state, _ = sft.step(state, [sft.collate(shown, pad_id=0)], backend)
     weights = {name: tensor.clone() for name, tensor in backend.export(state)}
     safetensors.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

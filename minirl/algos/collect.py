@@ -1,0 +1,109 @@
+"""The samples of a step: draw prompts, sample a group for each, score, shape, keep what teaches.
+
+Under dynamic sampling only groups whose scores differ are kept, and prompts are drawn until there
+are enough; what is left over waits in the state for the next step. Every rank samples its own
+share of the prompts and ends up with all samples, so that everything after is a pure function.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from minirl.backend import Backend, TrainState, after_draw
+from minirl.config import GrpoConfig
+from minirl.data import Dataset, draw
+from minirl.engine import Engine, Sampling
+from minirl.log import timed
+from minirl.metrics import Metrics, Sum, scalar
+from minirl.parallel import gather, share_of
+from minirl.rollout import rollout
+from minirl.shaping import by_group, histogram, informative, regrouped, rewarded
+from minirl.types import Prompt, Sample, Score, Trajectory
+
+M = TypeVar("M")
+ScoreFn = Callable[[Sequence[Prompt], Sequence[Trajectory]], list[Score]]
+"""Judges trajectories; the prompt of trajectory t is found by its `prompt_id`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Generic[M]):
+    """What a step uses and never changes."""
+
+    backend: Backend[M]
+    engine: Engine
+    dataset: Dataset
+    score: ScoreFn
+    sampling: Sampling
+
+
+def prompts_per_draw(cfg: GrpoConfig) -> int:
+    """How many prompts are sampled at once; a step without dynamic sampling draws once."""
+    return int(cfg.num_prompts_per_step * cfg.batch_multiplier)
+
+
+def collect(
+    state: TrainState[M], on: Parts[M], cfg: GrpoConfig, seconds: dict[str, float]
+) -> tuple[TrainState[M], list[Sample], Metrics]:
+    """The samples of this step, group by group, the same on every rank.
+
+    Collective: every rank calls it.
+
+    Raises:
+        ValueError: dynamic sampling found too few groups whose scores differ.
+    """
+    kept = by_group(state.surplus)
+    seen: list[Sample] = []
+    for attempt in range(cfg.dynamic_sampling_max_gen_batches):
+        if len(kept) >= cfg.num_prompts_per_step:
+            break
+        state, samples = _draw_and_sample(state, on, cfg, attempt, seconds)
+        groups = by_group(samples)
+        kept += [g for g in groups if informative(g)] if cfg.use_dynamic_sampling else groups
+        seen += samples
+    missing = cfg.num_prompts_per_step - len(kept)
+    if missing > 0:
+        raise ValueError(
+            f"grpo.use_dynamic_sampling: {cfg.dynamic_sampling_max_gen_batches} draws of "
+            f"{prompts_per_draw(cfg)} prompts left {missing} of {cfg.num_prompts_per_step} groups "
+            f"missing whose scores differ. Scores seen: {histogram(seen)}. Are the problems too "
+            "hard or too easy? Raise dynamic_sampling_max_gen_batches or "
+            "num_generations_per_prompt, or change the data"
+        )
+    now, later = kept[: cfg.num_prompts_per_step], kept[cfg.num_prompts_per_step :]
+    state = after_draw(state, state.cursor, regrouped(later))
+    sampled = sum(sum(s.trajectory.sampled) for s in seen)
+    return (
+        state,
+        regrouped(now),
+        {
+            "sampled_groups": Sum(scalar(len(by_group(seen)))),
+            "sampled_tokens": Sum(scalar(sampled)),
+        },
+    )
+
+
+def _draw_and_sample(
+    state: TrainState[M],
+    on: Parts[M],
+    cfg: GrpoConfig,
+    attempt: int,
+    seconds: dict[str, float],
+) -> tuple[TrainState[M], list[Sample]]:
+    """One draw of prompts, a scored group for each. Collective."""
+    axis, num_prompts = on.backend.data_axis, prompts_per_draw(cfg)
+    prompts, cursor = draw(on.dataset, state.cursor, num_prompts)
+    mine = share_of(prompts, axis)
+    with timed(seconds, "generation"):
+        trajectories = rollout(
+            on.engine,
+            mine,
+            on.sampling,
+            num_generations=cfg.num_generations_per_prompt,
+            key=state.key,
+            first_group=attempt * num_prompts + axis.rank * len(mine),
+            step=state.step,
+        )
+    with timed(seconds, "reward"):
+        scores = on.score(mine, trajectories)
+    samples = rewarded(trajectories, scores, cfg.reward_scaling, cfg.reward_shaping)
+    return after_draw(state, cursor, state.surplus), gather(samples, axis)
