@@ -46,7 +46,7 @@ Metric: TypeAlias = Sum | Mean | Max | Min
 Metrics: TypeAlias = dict[str, Metric]
 
 
-def scalar(x: float) -> Scalar:
+def scalar(x: float | int) -> Scalar:
     """A 0-dimensional float64 tensor."""
     return torch.tensor(x, dtype=torch.float64)
 

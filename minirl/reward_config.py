@@ -50,11 +50,6 @@ class RewardShapingConfig(Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """The buffer lies within the response; keys that nothing reads are refused."""
-        refuse(
-            self.enabled and self.overlong_buffer_length > self.max_response_length,
-            f"overlong_buffer_length {self.overlong_buffer_length} exceeds max_response_length "
-            f"{self.max_response_length}",
-        )
         changed = (self.overlong_buffer_length, self.overlong_buffer_penalty) != (128, 1.0)
         coef = self.stop_properly_penalty_coef
         refuse(
@@ -65,4 +60,11 @@ class RewardShapingConfig(Section, frozen=True, kw_only=True):
             changed and coef is not None,
             f"stop_properly_penalty_coef {coef} takes the place of the overlong penalty; remove it "
             "or the overlong_buffer_* keys",
+        )
+        refuse(
+            self.enabled
+            and coef is None
+            and self.overlong_buffer_length > self.max_response_length,
+            f"overlong_buffer_length {self.overlong_buffer_length} exceeds max_response_length "
+            f"{self.max_response_length}",
         )
