@@ -94,3 +94,12 @@ def _reasoning_gym(task: str, task_kwargs: Mapping[str, Any]) -> Task:
         near = difflib.get_close_matches(task, DATASETS)
         raise ValueError(f"it has no such task; the nearest names are {near}")
     return cast(Task, create_dataset(task, **task_kwargs))
+
+
+def spelling_parts(completion: str, example: Mapping[str, object]) -> dict[str, float]:
+    """Two rewards for a word to be spelled: the right answer, and the right number of letters."""
+    answer = str(example["answer"])
+    return {
+        "answer": float(completion.lower() == answer.lower()),
+        "length": float(len(completion) == len(answer)),
+    }

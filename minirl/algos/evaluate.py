@@ -42,12 +42,13 @@ def answer(
     return gather([Judged(*pair) for pair in zip(trajectories, scores, strict=True)], axis)
 
 
-def accuracy(answers: Sequence[Judged]) -> float:
-    """The mean score.
+def accuracy(answers: Sequence[Judged], part: str | None = None) -> float:
+    """The mean reward, or the mean of the named part of it.
 
     Raises:
         ValueError: there is no answer.
     """
     if not answers:
         raise ValueError("no answer to average: validation needs at least one prompt")
-    return sum(a.score.reward for a in answers) / len(answers)
+    scores = [a.score.reward if part is None else a.score.components[part] for a in answers]
+    return sum(scores) / len(answers)

@@ -175,6 +175,8 @@ def validate(
                 parts.engine, prompts, sampling, parts.score, parts.backend.data_axis, key
             )
             metrics[name] = accuracy(samples)
+            for part in samples[0].score.components:
+                metrics[f"{name}/{part}"] = accuracy(samples, part)
             if name == "val/accuracy":
                 show_samples(samples[: run.logger.num_val_samples_to_print], inputs.tokenizer, log)
     return metrics | {"time/validation_s": seconds["validation"]}
