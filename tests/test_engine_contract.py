@@ -314,6 +314,15 @@ def test_a_stop_token_ends_the_sample_and_is_kept(case):
         assert ended.truncated == (at is None)
 
 
+def test_an_end_on_the_last_allowed_token_is_no_truncation(case):
+    asked = requests(8)
+    free = tokens_of(case.engine, asked, GREEDY)
+    at, last = next((i, t[-1]) for i, t in enumerate(free) if t[-1] not in t[:-1])
+    ended = case.engine.generate(asked, GREEDY._replace(stop_token_ids=(last,)))[at]
+    assert ended.tokens == free[at]
+    assert not ended.truncated
+
+
 def test_a_stop_string_ends_the_sample_at_the_token_that_completes_it(case):
     asked = requests(8)
     free = case.engine.generate(asked, GREEDY)
@@ -559,6 +568,34 @@ def test_an_engine_leaves_no_trace_and_can_follow_another(opened, folders):
         assert torch.equal(torch.get_rng_state(), before[2])
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
         assert len(compiled) == 1  # the trainer may compile, though the engine does not
+        engine.close()
+
+
+@pytest.mark.slow
+def test_weights_that_a_cpu_engine_would_take_wrongly_are_refused(opened, tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            num_experts=2,
+            num_experts_per_tok=1,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+        )
+    )
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    opened.close()
+    with world():
+        engine = vllm.open_engine(config(), str(tmp_path))
+        with pytest.raises(ValueError, match=r"policy\.generation\.backend=hf"):
+            engine.load_(model.named_parameters(), 1)
         engine.close()
 
 
