@@ -44,7 +44,7 @@ WARM_UP = ScheduleConfig(
 FORMAT = 1
 """Raised when what `make` writes changes, so that a cached model of an older format is redone."""
 BATCH_SIZE = 64
-SFT_STEPS = 350
+SFT_STEPS = 600
 
 
 def make(run: GrpoRun, axis: Axis, *, seed: int, steps: int = SFT_STEPS) -> bool:
