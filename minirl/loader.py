@@ -74,7 +74,8 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[S]) -> S:
     """The config in `path`, changed by `overrides` (`a.b=value`, the value in YAML).
 
     `defaults: FILE` or a list of files, relative to the file that says so, is what its keys are
-    merged into; lists are replaced. An override acts like the edit of that key in `path`.
+    merged into; lists are replaced, and so is a mapping whose heir says `_override_: true`. An
+    override acts like the edit of that key in `path`.
     `${a.b}`, `${.sibling}`, `${mul:${a.b},2}` and `${sub:${a.b},1}` stand for other values.
 
     Raises:

@@ -25,7 +25,7 @@ from msgspec import structs
 from minirl.config import GrpoRun
 from minirl.loader import dump
 
-FEW = settings(max_examples=15)
+FEW = settings(max_examples=10)
 
 CANDIDATES: list[Any] = [
     0, 1, 2, 4, 7, 0.0, 0.25, 0.5, 1.5, 20.0, True, False, None, "", "text", "1", "k1", "vllm",

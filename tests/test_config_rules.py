@@ -81,6 +81,13 @@ RULES: list[tuple[list[str], list[str]]] = [
         ["data.train={dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd}"],
         ["task_kwargs is {}", "set one"],
     ),
+    (
+        [
+            "data.train={dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd, "
+            "task_kwargs: {seed: 1}, input_key: question}"
+        ],
+        ["input_key and output_key do not apply to reasoning_gym"],
+    ),
     (["data.train.task=gcd"], ["task 'gcd'", "belong to dataset_name reasoning_gym"]),
     (["data.train.task_kwargs={seed: 1}"], ["belong to dataset_name reasoning_gym"]),
     (["data.train.split=train"], ["split 'train' belong to a Hugging Face dataset"]),
@@ -109,6 +116,10 @@ RULES: list[tuple[list[str], list[str]]] = [
     (
         ["data.train.split_validation_size=0", "grpo.val_period=0", "grpo.val_at_end=true"],
         ["val_at_end True", "nothing to validate on"],
+    ),
+    (
+        ["data.train.split_validation_size=0", "grpo.val_period=0", "grpo.val_at_start=true"],
+        ["val_at_start True", "nothing to validate on"],
     ),
     (["grpo.val_period=0", "grpo.val_greedy=true"], ["grpo.val_greedy has no effect"]),
     (["loss_fn.use_kl_in_reward=true"], ["grpo.adv_estimator.name grpo leaves it out"]),

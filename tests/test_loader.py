@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Meta, field
 
@@ -288,8 +288,9 @@ def test_all_wrong_keys_and_values_are_listed_with_the_file_that_sets_them(tmp_p
 
 
 def test_an_unknown_key_like_no_other_gets_the_list_of_keys(tmp_path):
-    text = message(tmp_path, "model: {name: m, engine: {zzz: 1}}")
+    text = message(tmp_path, "model: {name: m, engine: {zzz: 1, lenth: 1}}")
     assert "model.engine.zzz: unknown key\n" in text
+    assert "model.engine.lenth: unknown key; did you mean model.engine.length" in text
     assert "model.engine: its keys are precision, length" in text
 
 
@@ -367,6 +368,7 @@ VALUES = st.recursive(
 )
 
 
+@example(name="\\${seed}", value=["\\\\${seed}", "${seed}", "${"])
 @given(name=st.text(max_size=20).filter(lambda x: x != "???"), value=VALUES)
 def test_any_text_and_any_free_value_survive_dump_and_load(name, value):
     engine = Engine(precision="fp32", length=3)
@@ -377,6 +379,14 @@ def test_any_text_and_any_free_value_survive_dump_and_load(name, value):
         again = load(path, [], Run)
     assert again == run
     assert dump(again) == dump(run)
+
+
+def test_every_section_is_frozen_even_if_its_class_does_not_say_so():
+    class Plain(Section):
+        x: int = 1
+
+    with pytest.raises(AttributeError, match="immutable"):
+        Plain().x = 2
 
 
 def test_loading_shares_no_state_between_configs(tmp_path):
