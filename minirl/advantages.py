@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from minirl.groups import group_relative
-from minirl.kl import weighted_kl
+from minirl.kl import kl_term
 from minirl.loss_config import AdvEstimatorConfig, LossConfig
 from minirl.reduce import SumOver, alone, standardize, whiten
 from minirl.types import SampleMask, SampleWeights, TokenLogProbs, TokenMask, TokenWeights
@@ -227,7 +227,7 @@ def _kl_penalty(loss: LossConfig, tokens: TokenInputs, mask: TokenMask) -> Token
     why = "use_kl_in_reward"
     prev = torch.where(mask, _required(tokens.prev_logprobs, "prev_logprobs", why), 0.0)
     reference = _required(tokens.reference_logprobs, "reference_logprobs", why)
-    kl = weighted_kl(
+    kl = kl_term(
         prev.detach(),
         torch.where(mask, reference, 0.0).detach(),
         torch.ones_like(prev),

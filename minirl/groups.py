@@ -5,13 +5,14 @@ rewards are equal teaches nothing: its advantage is exactly 0, also when the rew
 such as 0.3 whose sum does not divide back to it.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minirl.types import SampleMask, SampleWeights
+from minirl.types import SampleWeights
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation that divides, as in NeMo-RL."""
@@ -23,7 +24,6 @@ def group_relative(
     *,
     leave_one_out: bool,
     normalize: bool,
-    votes: SampleMask | None = None,
 ) -> SampleWeights:
     r"""How much better a sample is than its group.
 
@@ -35,8 +35,7 @@ def group_relative(
 
     Edges: values that differ by no more than rounding (four units of the rewards' dtype, relative
     to their root mean square) are equal: such a group has advantage exactly 0, and s_i of such
-    values is 0. With `votes`, only those samples form b and s; the others get advantage 0, and so
-    does a lone survivor.
+    values is 0.
 
     Raises:
         ValueError: a group has one sample, so there is nothing to compare it with.
@@ -46,69 +45,63 @@ def group_relative(
     """
     if rewards.numel() == 0:
         return rewards.clone()
-    cells = _cells(groups)
-    voters = torch.ones_like(groups, dtype=torch.bool) if votes is None else votes
-    x, vote = _to_grid(rewards.detach().double(), cells), _to_grid(voters, cells)
-    # Centred on a member of the group, so that equal rewards become exact zeros.
-    center = torch.where(vote, x, torch.nan).nanmedian(-1, keepdim=True).values
-    d, x = torch.where(vote, x - center, 0.0), torch.where(vote, x, 0.0)
-    epsilon = 4 * torch.finfo(rewards.dtype).eps
-    total = _sum_of_others if leave_one_out else _sum_of_all
-    count = total(vote.to(d.dtype))
-    mean = total(d) / count.clamp(min=1.0)
-    result = d - mean
-    if normalize:
-        # Nearly free of cancellation: the center is within the values that are averaged.
-        variance = (total(d.square()) - count * mean.square()) / (count - 1.0).clamp(min=1.0)
-        std = torch.where(count > 1, variance.clamp(min=0.0), 0.0).sqrt()
-        rounding = epsilon * (total(x.square()) / count.clamp(min=1.0)).sqrt()
-        result = torch.where(std > rounding, result / (std + STD_EPSILON), result)
-    size = _sum_of_all(vote.to(d.dtype))
-    rounding = epsilon * (_sum_of_all(x.square()) / size.clamp(min=1.0)).sqrt()
-    # The center's own d is 0, so empty cells do not widen the range.
-    flat = d.amax(-1, keepdim=True) - d.amin(-1, keepdim=True) <= rounding
-    result = torch.where(flat | (size < 2) | ~vote, 0.0, result)
-    return _from_grid(result, cells).to(rewards.dtype)
+    result = torch.empty_like(rewards)
+    rounding = 4 * torch.finfo(rewards.dtype).eps
+    for members in _members(groups):
+        x = rewards.detach()[members].double()
+        # Centred on a member of the group, so that equal rewards become exact zeros.
+        d = x - x.median(-1, keepdim=True).values
+        flat = d.amax(-1, keepdim=True) - d.amin(-1, keepdim=True) <= rounding * _rms(x)
+        baseline, std = _others(d, x, rounding) if leave_one_out else _all(d)
+        better = d - baseline
+        if normalize:
+            better = torch.where(std > 0, better / (std + STD_EPSILON), better)
+        result[members] = torch.where(flat, 0.0, better).to(rewards.dtype)
+    return result
 
 
-class _Cells(NamedTuple):
-    """Where each sample stands in a [group, member] grid; rows may be of different lengths."""
-
-    flat: Int[Tensor, " batch"]
-    """The index of each sample's cell in the flattened grid."""
-    num_groups: int
-    num_members: int
-
-
-def _cells(groups: Int[Tensor, " batch"]) -> _Cells:
+def _members(groups: Int[Tensor, " batch"]) -> Iterator[Int[Tensor, "group member"]]:
+    """The indices of the samples of each group, as one table for each size of group."""
     ids, order = groups.sort(stable=True)
-    row = torch.cat([ids.new_zeros(1), (ids.diff() != 0).cumsum(0)])
-    counts = row.bincount()
-    first = counts.cumsum(0) - counts
-    smallest, largest = (int(count) for count in counts.aminmax())
-    if smallest < 2:
-        single = int(ids[first[counts.argmin()]])
-        raise ValueError(
-            f"group {single} has one sample: there is nothing to compare it with; sample at least"
-            " two per prompt (num_generations_per_prompt), or use an estimator without a baseline"
-        )
-    member = torch.arange(len(row), device=row.device) - first.gather(0, row)
-    flat = torch.empty_like(order).scatter_(0, order, row * largest + member)
-    return _Cells(flat, len(counts), largest)
+    ends = (ids.diff() != 0).nonzero().flatten() + 1
+    first = torch.cat([ends.new_zeros(1), ends])
+    sizes = torch.cat([ends, ends.new_full((1,), len(ids))]) - first
+    for size in sorted(set(cast("list[int]", sizes.tolist()))):
+        starts = first[sizes == size]
+        if size == 1:
+            raise ValueError(
+                f"group {int(ids[starts[0]])} has one sample: there is nothing to compare it with;"
+                " sample at least two per prompt (num_generations_per_prompt), or use an estimator"
+                " without a baseline"
+            )
+        yield order[starts.unsqueeze(-1) + torch.arange(size, device=order.device)]
 
 
-def _to_grid(x: Tensor, cells: _Cells) -> Tensor:
-    """The samples in their cells; empty cells are 0 or False."""
-    grid = x.new_zeros(cells.num_groups * cells.num_members).scatter_(0, cells.flat, x)
-    return grid.view(cells.num_groups, cells.num_members)
+def _all(
+    d: Float[Tensor, "group member"],
+) -> tuple[Float[Tensor, "group 1"], Float[Tensor, "group 1"]]:
+    """Mean and unbiased standard deviation of each row."""
+    mean = d.mean(-1, keepdim=True)
+    return mean, ((d - mean).square().sum(-1, keepdim=True) / (d.shape[-1] - 1)).sqrt()
 
 
-def _from_grid(grid: Tensor, cells: _Cells) -> Tensor:
-    return grid.flatten().gather(0, cells.flat)
+def _others(
+    d: Float[Tensor, "group member"], x: Float[Tensor, "group member"], rounding: float
+) -> tuple[Float[Tensor, "group member"], Float[Tensor, "group member"]]:
+    """The same over the row's other cells, for each cell; no deviation where it is rounding."""
+    count = d.shape[-1] - 1
+    mean = _sum_of_others(d) / count
+    if count == 1:
+        return mean, torch.zeros_like(mean)
+    # Nearly free of cancellation: 0 is within the values that are averaged.
+    variance = (_sum_of_others(d.square()) - count * mean.square()) / (count - 1)
+    std = variance.clamp(min=0.0).sqrt()
+    size = (_sum_of_others(x.square()) / count).sqrt()
+    return mean, torch.where(std > rounding * size, std, 0.0)
 
 
-def _sum_of_all(x: Float[Tensor, "group member"]) -> Float[Tensor, "group 1"]:
-    return x.sum(-1, keepdim=True)
+def _rms(x: Float[Tensor, "group member"]) -> Float[Tensor, "group 1"]:
+    return x.square().mean(-1, keepdim=True).sqrt()
 
 
 def _sum_of_others(x: Float[Tensor, "group member"]) -> Float[Tensor, "group member"]:

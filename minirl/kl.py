@@ -5,12 +5,11 @@ All of them read delta = log q - log p of a token that p drew, and estimate KL(p
 
 import math
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from minirl.loss_config import KlKind
-from minirl.reduce import exponent_bound
+from minirl.reduce import exponent_bound, is_positive
 from minirl.types import TokenLogProbs, TokenWeights
 
 
@@ -34,7 +33,7 @@ def kl_estimate(delta: Float[Tensor, "*shape"], kind: KlKind) -> Float[Tensor, "
             return bounded.expm1() - bounded
 
 
-def weighted_kl(
+def kl_term(
     logprobs: TokenLogProbs,
     reference: TokenLogProbs,
     weight: TokenWeights,
@@ -43,18 +42,34 @@ def weighted_kl(
     input_clamp: float | None,
     output_clamp: float | None,
 ) -> TokenWeights:
-    r"""The estimator times a weight, clamped on both sides.
+    r"""A weighted estimate, clamped on both sides, whose gradient is that of the divergence.
 
-    clamp(w k(clamp(delta, +-input)), +-output),  delta = reference - logprobs
+    value     clamp(w k(clamp(delta, +-input)), +-output),  delta = reference - logprobs
+    gradient  w g(delta), 0 where a clamp acts (or k3's own bound);
+              g = 1 - delta (k1), delta^2 / 2 - delta (k2), -delta (k3)
 
-    Where the first clamp acts, or k3's own bound, the weight is detached too, so that no gradient
-    remains: a weight that kept its gradient there would push away from the reference.
+    g = k + dk / d logprobs: to the derivative of the estimate comes the score-function term, which
+    accounts for p being what draws the tokens. It is what autograd gives for a weight
+    w exp(logprobs - sg(logprobs)), or for w = exp(logprobs - generation).
+
+    Source: Tang and Munos 2025, arXiv:2506.09477.
     """
-    delta = reference - logprobs
+    delta, weight = (reference - logprobs).detach(), weight.detach()
     low, high = (-math.inf, math.inf) if input_clamp is None else (-input_clamp, input_clamp)
     if kind == "k3":
         high = min(high, exponent_bound(delta.dtype))
-    weight = torch.where((low <= delta) & (delta <= high), weight, weight.detach())
-    delta = delta.clamp(low, high)
-    kl = weight * kl_estimate(delta, kind)
-    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+    clamped = delta.clamp(low, high)
+    estimate = kl_estimate(clamped, kind)
+    kl = weight * estimate
+    free = 1.0 - is_positive((delta - clamped).abs())
+    if output_clamp is not None:
+        free = free * (1.0 - is_positive(kl.abs() - output_clamp))
+        kl = kl.clamp(-output_clamp, output_clamp)
+    match kind:
+        case "k1":
+            slope = 1.0 + estimate
+        case "k2":
+            slope = estimate - clamped
+        case "k3":
+            slope = -clamped
+    return kl + free * weight * slope * (logprobs - logprobs.detach())

@@ -1,7 +1,8 @@
 """What is logged about a policy loss: the metrics of NeMo-RL under its names, and a few more.
 
 Every metric is this micro-batch's share (`Sum`, divided by a count of the global batch) or an
-extreme (`Max`, `Min`). Nothing here has a gradient. Masked positions of the inputs hold zeros.
+extreme (`Max`, `Min`). Nothing here has a gradient. Masked positions hold finite values; `kept` is
+the mask as 0 and 1.
 """
 
 import math
@@ -11,66 +12,69 @@ import torch
 from minirl.kl import kl_estimate
 from minirl.loss_config import KlKind
 from minirl.metrics import Max, Metrics, Min, Sum
-from minirl.mismatch import Correction, ImportanceWeights, sequence_errors
+from minirl.mismatch import Correction, ImportanceWeights
 from minirl.policy_losses import Surrogate
 from minirl.reduce import (
+    EPSILON,
     Count,
     bounded_exp,
+    denominator,
     exponent_bound,
-    masked_max,
-    masked_mean,
-    masked_min,
+    extremes,
+    is_positive,
+    kept_mean,
+    kept_sum,
 )
-from minirl.types import SampleMask, TokenLogProbs, TokenMask
+from minirl.types import SampleWeights, TokenLogProbs, TokenMask, TokenWeights
 
 
 def mismatch_metrics(
-    prev: TokenLogProbs,
-    generation: TokenLogProbs,
-    mask: TokenMask,
-    kind: KlKind,
-    num_tokens: Count,
+    difference: TokenLogProbs, kept: TokenWeights, kind: KlKind, num_tokens: Count
 ) -> Metrics:
-    """How far trainer (prev) and engine (generation) are apart before the update.
+    """How far trainer and engine are apart before the update; d = prev - generation.
 
-    token_mult_prob_error      mean exp|generation - prev|, 1 is no mismatch
-    gen_kl_error               mean k(prev - generation), estimates KL(generation || prev)
-    policy_kl_error            mean k(generation - prev)
-    js_divergence_error        mean k3 to the mixture, half from either side
-    seq_mult_prob_error_max    the largest mean exp|generation - prev| of one sequence
+    token_mult_prob_error      mean exp|d|, 1 is no mismatch
+    gen_kl_error               mean k(d), estimates KL(generation || prev)
+    policy_kl_error            mean k(-d)
+    js_divergence_error        mean log cosh(d / 2): k3 to the mixture, half from either side
+    seq_mult_prob_error_max    the largest mean exp|d| of one sequence
     """
-    gap = prev - generation
-    mixture = torch.logaddexp(prev, generation) - math.log(2.0)
-    divergence = (kl_estimate(prev - mixture, "k3") + kl_estimate(generation - mixture, "k3")) / 2
+    gap = difference.abs()
+    apart = bounded_exp(gap)
+    rows = (apart * kept).sum(-1)
+    divergence = gap / 2 + apart.reciprocal().log1p() - math.log(2.0)
     return {
-        "token_mult_prob_error": Sum(masked_mean(bounded_exp(gap.abs()), mask, num_tokens)),
-        "gen_kl_error": Sum(masked_mean(kl_estimate(gap, kind), mask, num_tokens)),
-        "policy_kl_error": Sum(masked_mean(kl_estimate(-gap, kind), mask, num_tokens)),
-        "js_divergence_error": Sum(masked_mean(divergence, mask, num_tokens)),
-        "seq_mult_prob_error_max": Max(sequence_errors(prev, generation, mask).amax()),
+        "token_mult_prob_error": Sum(rows.sum() / denominator(num_tokens, rows.dtype)),
+        "gen_kl_error": Sum(kept_mean(kl_estimate(difference, kind), kept, num_tokens)),
+        "policy_kl_error": Sum(kept_mean(kl_estimate(-difference, kind), kept, num_tokens)),
+        "js_divergence_error": Sum(kept_mean(divergence, kept, num_tokens)),
+        "seq_mult_prob_error_max": Max((rows / (kept.sum(-1) + EPSILON)).amax()),
     }
 
 
-def surrogate_metrics(surrogate: Surrogate, mask: TokenMask, num_tokens: Count) -> Metrics:
+def surrogate_metrics(
+    surrogate: Surrogate, mask: TokenMask, kept: TokenWeights, num_tokens: Count
+) -> Metrics:
     """Ratios before and after clipping, their extremes, and the share of tokens at each bound."""
-    ratio, bounded = surrogate.ratio.detach(), surrogate.bounded.detach()
-    return {
-        "probs_ratio": Sum(masked_mean(ratio, mask, num_tokens)),
-        "probs_ratio_min": Min(masked_min(ratio, mask)),
-        "probs_ratio_max": Max(masked_max(ratio, mask)),
-        "probs_ratio_clamped": Sum(masked_mean(bounded, mask, num_tokens)),
-        "probs_ratio_clamped_min": Min(masked_min(bounded, mask)),
-        "probs_ratio_clamped_max": Max(masked_max(bounded, mask)),
-        "clipped_low": Sum(masked_mean(surrogate.low.to(ratio.dtype), mask, num_tokens)),
-        "clipped_high": Sum(masked_mean(surrogate.high.to(ratio.dtype), mask, num_tokens)),
+    metrics: Metrics = {}
+    for name, ratio in (
+        ("probs_ratio", surrogate.ratio.detach()),
+        ("probs_ratio_clamped", surrogate.bounded.detach()),
+    ):
+        smallest, largest = extremes(ratio, mask)
+        metrics[name] = Sum(kept_mean(ratio, kept, num_tokens))
+        metrics |= {f"{name}_min": Min(smallest), f"{name}_max": Max(largest)}
+    return metrics | {
+        "clipped_low": Sum(kept_mean(surrogate.low, kept, num_tokens)),
+        "clipped_high": Sum(kept_mean(surrogate.high, kept, num_tokens)),
     }
 
 
 def weight_metrics(
     weights: ImportanceWeights,
     correction: Correction,
-    mask: TokenMask,
-    sample_mask: SampleMask,
+    kept: TokenWeights,
+    kept_samples: SampleWeights,
     counts: tuple[Count, Count],
 ) -> Metrics:
     """Importance weights before and after truncation, and the share that it acted on.
@@ -81,43 +85,41 @@ def weight_metrics(
     `is_oob_ratio` is a share of tokens, for `sequence_mask` of sequences.
     """
     num_tokens, num_sequences = counts
-    whole = sample_mask.unsqueeze(-1)
-    metrics: Metrics = {}
-    if correction.level == "token":
-        applied = masked_mean(weights.applied, mask, num_tokens)
-        raw = masked_mean(weights.raw, mask, num_tokens)
-        metrics["sampling_importance_ratio"] = Sum(applied)
-    else:
-        applied = masked_mean(weights.applied, whole, num_sequences)
-        raw = masked_mean(weights.raw, whole, num_sequences)
-        metrics["sampling_importance_ratio"] = Sum(applied * num_sequences)
-    metrics |= {"importance_ratio_raw": Sum(raw), "importance_ratio_applied": Sum(applied)}
-    outside = weights.outside.to(weights.raw.dtype)
+    whole = kept_samples.unsqueeze(-1)
+    by, over = (kept, num_tokens) if correction.level == "token" else (whole, num_sequences)
+    raw = kept_mean(weights.raw, by, over)
+    applied = raw if correction.mode is None else kept_mean(weights.applied, by, over)
+    nemo_rl = applied if correction.level == "token" else applied * num_sequences
+    metrics: Metrics = {
+        "importance_ratio_raw": Sum(raw),
+        "importance_ratio_applied": Sum(applied),
+        "sampling_importance_ratio": Sum(nemo_rl),
+    }
     match correction.mode:
         case None:
             pass
         case "truncate" | "mask":
-            share = masked_mean(outside.expand(mask.shape), mask, num_tokens)
-            metrics["is_oob_ratio"] = Sum(share)
+            outside = weights.outside.expand(kept.shape)
+            metrics["is_oob_ratio"] = Sum(kept_mean(outside, kept, num_tokens))
         case "sequence_mask":
-            metrics["is_oob_ratio"] = Sum(masked_mean(outside, whole, num_sequences))
+            metrics["is_oob_ratio"] = Sum(kept_mean(weights.outside, whole, num_sequences))
     return metrics
 
 
 def policy_metrics(
-    logprobs: TokenLogProbs, generation: TokenLogProbs, mask: TokenMask, num_tokens: Count
+    logprobs: TokenLogProbs, generation: TokenLogProbs, kept: TokenWeights, num_tokens: Count
 ) -> Metrics:
     """`approx_entropy`: minus the mean of exp(logprobs - generation) logprobs.
 
     An importance-weighted estimate from sampled tokens. The exact entropy is `entropy`.
     """
     weighted = bounded_exp(logprobs - generation) * logprobs
-    return {"approx_entropy": Sum(-masked_mean(weighted, mask, num_tokens))}
+    return {"approx_entropy": Sum(-kept_mean(weighted, kept, num_tokens))}
 
 
-def overflow_tokens(*log_ratios: TokenLogProbs, mask: TokenMask) -> Sum:
+def overflow_tokens(*log_ratios: TokenLogProbs, kept: TokenWeights) -> Sum:
     """How many tokens have a log-ratio so large that `bounded_exp` stood in for it."""
-    beyond = torch.zeros_like(mask)
-    for log_ratio in log_ratios:
-        beyond = beyond | (log_ratio > exponent_bound(log_ratio.dtype))
-    return Sum((beyond & mask).sum())
+    largest = log_ratios[0]
+    for log_ratio in log_ratios[1:]:
+        largest = torch.maximum(largest, log_ratio)
+    return Sum(kept_sum(is_positive(largest - exponent_bound(largest.dtype)), kept))

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from minirl.kl import weighted_kl
+from minirl.kl import kl_term
 from minirl.loss_config import LossConfig
 from minirl.loss_metrics import (
     mismatch_metrics,
@@ -41,8 +41,8 @@ from minirl.policy_losses import (
     sequence_ratio,
     token_ratio,
 )
-from minirl.reduce import Count, bounded_exp, denominator, masked_mean, row_mean
-from minirl.types import SampleMask, SampleWeights, Scalar, TokenLogProbs, TokenMask, TokenWeights
+from minirl.reduce import Count, bounded_exp, denominator, is_positive, kept_mean, row_mean, select
+from minirl.types import SampleWeights, Scalar, TokenLogProbs, TokenMask, TokenWeights
 
 
 class PolicyLossInputs(NamedTuple):
@@ -78,7 +78,9 @@ class _Selected(NamedTuple):
     reference: TokenLogProbs | None
     advantages: TokenWeights
     mask: TokenMask
-    sample_mask: SampleMask
+    kept: TokenWeights
+    """The mask as 0 and 1."""
+    kept_samples: SampleWeights
     rewards: SampleWeights
     entropy: TokenLogProbs | None
 
@@ -103,21 +105,21 @@ def policy_loss(
     counts = (num_tokens, num_sequences)
     surrogate = _surrogate(x, cfg)
     correction = correction_of(cfg)
-    weights = importance_weights(x.prev, x.generation, x.mask, correction)
+    weights = importance_weights(x.prev - x.generation, x.kept, correction)
     per_token = surrogate.loss
     if cfg.use_importance_sampling_correction:
         per_token = weights.applied * per_token
-    loss = _average(per_token, x.mask, cfg, counts)
+    loss = _average(per_token, x.kept, cfg, counts)
     kl = nll = loss.new_zeros(())
     if _has_kl_term(cfg):
-        kl = _average(_kl_per_token(x, cfg), x.mask, cfg, counts)
+        kl = _average(_kl_per_token(x, cfg), x.kept, cfg, counts)
         loss = loss + cfg.reference_policy_kl_penalty * kl
     if cfg.positive_example_nll_weight > 0:
-        nll = positive_nll(x.logprobs, x.rewards, x.mask, num_tokens)
+        nll = positive_nll(x.logprobs, x.rewards, x.kept, num_tokens)
         loss = loss + cfg.positive_example_nll_weight * nll
     with torch.no_grad():
         metrics = _metrics(x, surrogate, cfg, counts)
-        metrics |= weight_metrics(weights, correction, x.mask, x.sample_mask, counts)
+        metrics |= weight_metrics(weights, correction, x.kept, x.kept_samples, counts)
         metrics |= {
             "loss": Sum(loss.detach()),
             "kl_penalty": Sum(kl.detach()),
@@ -139,7 +141,7 @@ def loss_config(cfg: Mapping[str, object]) -> LossConfig:
 
 
 def positive_nll(
-    logprobs: TokenLogProbs, rewards: SampleWeights, mask: TokenMask, num_tokens: Count
+    logprobs: TokenLogProbs, rewards: SampleWeights, kept: TokenWeights, num_tokens: Count
 ) -> Scalar:
     """Negative log-likelihood of samples with a positive reward, over all trained tokens.
 
@@ -148,7 +150,7 @@ def positive_nll(
 
     Source: Yuan et al. 2025 (VAPO), arXiv:2504.05118, eq. 10.
     """
-    return masked_mean(-logprobs, mask & (rewards > 0).unsqueeze(-1), num_tokens)
+    return kept_mean(-logprobs, kept * is_positive(rewards).unsqueeze(-1), num_tokens)
 
 
 def _surrogate(x: _Selected, cfg: LossConfig) -> Surrogate:
@@ -166,7 +168,7 @@ def _surrogate(x: _Selected, cfg: LossConfig) -> Surrogate:
                 cfg.sapo_temperature_negative,
             )
         case "gmpo":
-            return gmpo_loss(x.logprobs - x.prev, x.advantages, x.mask, low, high)
+            return gmpo_loss(x.logprobs - x.prev, x.advantages, x.kept, low, high)
         case "dppo_tv" | "dppo_kl" as kind:
             return dppo_loss(
                 x.logprobs,
@@ -189,7 +191,7 @@ def _clip_family(x: _Selected, cfg: LossConfig) -> Surrogate:
         ratio = token_ratio(x.logprobs, x.prev)
         surrogate = cispo_loss(x.logprobs, ratio, x.advantages, low, high)
     elif cfg.sequence_level_importance_ratios:
-        ratio = sequence_ratio(x.logprobs, x.prev, x.mask)
+        ratio = sequence_ratio(x.logprobs, x.prev, x.kept)
         surrogate = clipped_pg_loss(ratio, x.advantages, low, high)
     else:
         surrogate = clipped_pg_loss(token_ratio(x.logprobs, x.prev), x.advantages, low, high)
@@ -199,7 +201,7 @@ def _clip_family(x: _Selected, cfg: LossConfig) -> Surrogate:
 
 
 def _average(
-    x: TokenWeights, mask: TokenMask, cfg: LossConfig, counts: tuple[Count, Count]
+    x: TokenWeights, kept: TokenWeights, cfg: LossConfig, counts: tuple[Count, Count]
 ) -> Scalar:
     """Share of the mean over the global batch.
 
@@ -212,10 +214,10 @@ def _average(
     """
     num_tokens, num_sequences = counts
     if cfg.normalization_length is not None:
-        return masked_mean(x, mask, num_sequences * cfg.normalization_length)
+        return kept_mean(x, kept, num_sequences * cfg.normalization_length)
     if cfg.token_level_loss:
-        return masked_mean(x, mask, num_tokens)
-    return row_mean(x, mask).sum() / denominator(num_sequences, x.dtype)
+        return kept_mean(x, kept, num_tokens)
+    return row_mean(x, kept).sum() / denominator(num_sequences, x.dtype)
 
 
 def _has_kl_term(cfg: LossConfig) -> bool:
@@ -223,19 +225,15 @@ def _has_kl_term(cfg: LossConfig) -> bool:
 
 
 def _kl_per_token(x: _Selected, cfg: LossConfig) -> TokenWeights:
-    """W k(reference - logprobs), W = exp(logprobs - sg(logprobs)) or exp(logprobs - generation).
-
-    The first weight is 1 and adds the score-function gradient, without which the gradient of an
-    estimator is not the gradient of the divergence.
-
-    Source: Tang and Munos 2025, arXiv:2506.09477.
-    """
+    """W k(reference - logprobs); W is 1, or exp(logprobs - generation) for another sampler."""
     assert x.reference is not None
-    behind = x.generation if cfg.use_on_policy_kl_approximation else x.logprobs.detach()
-    return weighted_kl(
+    weight = x.kept
+    if cfg.use_on_policy_kl_approximation:
+        weight = bounded_exp(x.logprobs.detach() - x.generation)
+    return kl_term(
         x.logprobs,
         x.reference,
-        bounded_exp(x.logprobs - behind),
+        weight,
         kind=cfg.reference_policy_kl_type,
         input_clamp=cfg.kl_input_clamp_value,
         output_clamp=cfg.kl_output_clamp_value,
@@ -247,29 +245,28 @@ def _metrics(
 ) -> Metrics:
     num_tokens = counts[0]
     logprobs = x.logprobs.detach()
-    metrics = mismatch_metrics(
-        x.prev, x.generation, x.mask, cfg.reference_policy_kl_type, num_tokens
-    )
-    metrics |= surrogate_metrics(surrogate, x.mask, num_tokens)
-    metrics |= policy_metrics(logprobs, x.generation, x.mask, num_tokens)
-    metrics["num_valid_samples"] = Sum(x.sample_mask.sum())
+    gap = x.prev - x.generation
+    metrics = mismatch_metrics(gap, x.kept, cfg.reference_policy_kl_type, num_tokens)
+    metrics |= surrogate_metrics(surrogate, x.mask, x.kept, num_tokens)
+    metrics |= policy_metrics(logprobs, x.generation, x.kept, num_tokens)
+    metrics["num_valid_samples"] = Sum(x.kept_samples.sum())
     metrics["overflow_tokens"] = overflow_tokens(
-        logprobs - x.prev, (x.prev - x.generation).abs(), logprobs - x.generation, mask=x.mask
+        logprobs - x.prev, gap.abs(), logprobs - x.generation, kept=x.kept
     )
     if x.entropy is not None:
-        metrics["entropy"] = Sum(masked_mean(x.entropy, x.mask, num_tokens))
+        metrics["entropy"] = Sum(kept_mean(x.entropy, x.kept, num_tokens))
     return metrics
 
 
 def _select(inputs: PolicyLossInputs, cfg: LossConfig) -> _Selected:
     """Checks shapes, detaches, casts, and replaces masked values by zero."""
     _check(inputs, cfg)
-    sample_mask = inputs.sample_mask != 0
-    mask = (inputs.token_mask != 0) & sample_mask.unsqueeze(-1)
+    sample_mask = inputs.sample_mask.bool()
+    mask = inputs.token_mask.bool() & sample_mask.unsqueeze(-1)
     dtype = torch.float64 if inputs.logprobs.dtype == torch.float64 else torch.float32
 
     def chosen(x: Tensor) -> Tensor:
-        return torch.where(mask, x.to(dtype), 0.0)
+        return select(x.to(dtype), mask)
 
     def constant(x: Tensor) -> Tensor:
         return chosen(x.detach())
@@ -286,8 +283,9 @@ def _select(inputs: PolicyLossInputs, cfg: LossConfig) -> _Selected:
         ),
         advantages=constant(inputs.advantages),
         mask=mask,
-        sample_mask=sample_mask,
-        rewards=torch.where(sample_mask, inputs.rewards.detach().to(dtype), 0.0),
+        kept=mask.to(dtype),
+        kept_samples=sample_mask.to(dtype),
+        rewards=select(inputs.rewards.detach().to(dtype), sample_mask),
         entropy=None if inputs.entropy is None else constant(inputs.entropy),
     )
 

@@ -19,13 +19,13 @@ that truncation turns it into `high`; it is not turned into 0 as in NeMo-RL.
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from minirl.loss_config import Level, LossConfig
 from minirl.metrics import Max, Mean, Metrics
-from minirl.reduce import bounded_exp, row_mean
-from minirl.types import SampleMask, SampleWeights, TokenLogProbs, TokenMask
+from minirl.reduce import bounded_exp, is_positive, row_mean, select
+from minirl.types import SampleMask, SampleWeights, TokenLogProbs, TokenMask, TokenWeights
 
 Mode: TypeAlias = Literal["truncate", "mask", "sequence_mask"]
 
@@ -44,8 +44,8 @@ class ImportanceWeights(NamedTuple):
 
     raw: Float[Tensor, "batch column"]
     applied: Float[Tensor, "batch column"]
-    outside: Bool[Tensor, "batch column"]
-    """Where the mode acted; one column for `sequence_mask`."""
+    outside: Float[Tensor, "batch column"]
+    """1 where the mode acted, else 0; one column for `sequence_mask`."""
 
 
 def correction_of(cfg: LossConfig) -> Correction:
@@ -68,44 +68,39 @@ def correction_of(cfg: LossConfig) -> Correction:
 
 
 def importance_weights(
-    prev_logprobs: TokenLogProbs,
-    generation_logprobs: TokenLogProbs,
-    mask: TokenMask,
-    correction: Correction,
+    difference: TokenLogProbs, kept: TokenWeights, correction: Correction
 ) -> ImportanceWeights:
-    """The weights of one cell of the grid in the module's header.
+    """The weights of one cell of the grid in the module's header, from d = prev - generation.
+
+    `kept` is the mask as 0 and 1; d must be finite everywhere.
 
     Source: truncation, Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; masking of
     tokens, Ling team 2025, "IcePop", arXiv:2510.18855; masking of sequences, Liu, Li et al. 2025,
     https://yingru.notion.site/When-Speed-Kills-Stability-Demystifying-RL-Collapse-from-the-Training-Inference-Mismatch-271211a558b7808d8b12d403fd15edda
     """
-    difference = torch.where(mask, prev_logprobs - generation_logprobs, 0.0).detach()
-    geometric = row_mean(difference, mask).unsqueeze(-1)
+    difference = difference.detach()
     match correction.level:
         case "token":
             raw = bounded_exp(difference)
         case "sequence":
-            raw = bounded_exp(difference.sum(-1, keepdim=True))
+            raw = bounded_exp((difference * kept).sum(-1, keepdim=True))
         case "geometric":
-            raw = bounded_exp(geometric)
+            raw = _geometric(difference, kept)
+    if correction.mode is None:
+        return ImportanceWeights(raw, raw, torch.zeros_like(raw))
     low, high = correction.low, correction.high
-    judged = bounded_exp(geometric) if correction.mode == "sequence_mask" else raw
-    outside = (judged < low) | (judged > high)
-    match correction.mode:
-        case None:
-            return ImportanceWeights(raw, raw, torch.zeros_like(raw, dtype=torch.bool))
-        case "truncate":
-            return ImportanceWeights(raw, raw.clamp(low, high), outside)
-        case "mask" | "sequence_mask":
-            return ImportanceWeights(raw, torch.where(outside, 0.0, raw), outside)
+    judged = _geometric(difference, kept) if correction.mode == "sequence_mask" else raw
+    outside = is_positive(low - judged) + is_positive(judged - high)
+    applied = raw.clamp(low, high) if correction.mode == "truncate" else raw * (1.0 - outside)
+    return ImportanceWeights(raw, applied, outside)
 
 
 def sequence_errors(
     prev_logprobs: TokenLogProbs, generation_logprobs: TokenLogProbs, token_mask: TokenMask
 ) -> SampleWeights:
     """Mean over a sequence's tokens of exp|generation - prev|; 1 is a match, 0 no token."""
-    gap = torch.where(token_mask, generation_logprobs - prev_logprobs, 0.0).detach()
-    return row_mean(bounded_exp(gap.abs()), token_mask)
+    gap = select(generation_logprobs - prev_logprobs, token_mask).detach()
+    return row_mean(bounded_exp(gap.abs()), token_mask.to(gap.dtype))
 
 
 def keep_matching_sequences(
@@ -131,3 +126,7 @@ def keep_matching_sequences(
         "seq_logprob_error_masked": Mean(dropped.double(), sample_mask.sum().double()),
         "seq_logprob_error_max": Max(largest.double()),
     }
+
+
+def _geometric(difference: TokenLogProbs, kept: TokenWeights) -> Float[Tensor, "batch 1"]:
+    return bounded_exp(row_mean(difference, kept)).unsqueeze(-1)

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from minirl.reduce import bounded_exp, row_mean
-from minirl.types import TokenLogProbs, TokenMask, TokenWeights
+from minirl.reduce import bounded_exp, is_positive, row_mean
+from minirl.types import TokenLogProbs, TokenWeights
 
 
 class Surrogate(NamedTuple):
@@ -21,9 +21,9 @@ class Surrogate(NamedTuple):
     ratio: TokenWeights
     bounded: TokenWeights
     """The ratio after clipping; equal to `ratio` where an algorithm has no bounds."""
-    low: TokenMask
-    """Tokens whose gradient a lower bound cut off (or changed, for CISPO)."""
-    high: TokenMask
+    low: TokenWeights
+    """1 for tokens whose gradient a lower bound cut off (or changed, for CISPO), else 0."""
+    high: TokenWeights
     """The same for an upper bound."""
 
 
@@ -33,13 +33,13 @@ def token_ratio(logprobs: TokenLogProbs, prev_logprobs: TokenLogProbs) -> TokenW
 
 
 def sequence_ratio(
-    logprobs: TokenLogProbs, prev_logprobs: TokenLogProbs, mask: TokenMask
+    logprobs: TokenLogProbs, prev_logprobs: TokenLogProbs, kept: TokenWeights
 ) -> TokenWeights:
     """GSPO's ratio of a sequence, repeated on its positions: exp(mean_t(logprobs_t - prev_t)).
 
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7.
     """
-    mean = row_mean(logprobs - prev_logprobs, mask)
+    mean = row_mean(logprobs - prev_logprobs, kept)
     return bounded_exp(mean).unsqueeze(-1).expand_as(logprobs)
 
 
@@ -50,18 +50,18 @@ def clipped_pg_loss(
 
     l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high))
 
+    It is written without the maximum: a token is free, l_t = -A_t r_t, or the bound that its
+    advantage pushes it against makes it the constant -A_t clip(r_t).
+
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024 (GRPO),
     arXiv:2402.03300, eq. 3; separate bounds, Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10.
     """
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
-    loss = torch.maximum(-advantages * ratio, -advantages * bounded)
-    return Surrogate(
-        loss=loss,
-        ratio=ratio,
-        bounded=bounded,
-        low=(ratio < bounded) & (advantages < 0),
-        high=(ratio > bounded) & (advantages > 0),
-    )
+    bounded = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
+    side = (ratio.detach() - bounded).sign()
+    fixed = (side * advantages.sign()).relu()
+    high = fixed * side.relu()
+    loss = -advantages * ((1.0 - fixed) * ratio + fixed * bounded)
+    return Surrogate(loss=loss, ratio=ratio, bounded=bounded, low=fixed - high, high=high)
 
 
 def dual_clip(surrogate: Surrogate, advantages: TokenWeights, constant: float) -> Surrogate:
@@ -69,10 +69,10 @@ def dual_clip(surrogate: Surrogate, advantages: TokenWeights, constant: float) -
 
     Source: Ye et al. 2020, arXiv:1912.09729, eq. 5.
     """
-    capped = torch.minimum(surrogate.loss, -advantages * constant)
-    acts = (advantages < 0) & (capped < surrogate.loss)
-    loss = torch.where(advantages < 0, capped, surrogate.loss)
-    return surrogate._replace(loss=loss, high=surrogate.high | acts)
+    cap = -advantages * constant
+    fixed = is_positive(surrogate.loss - cap) * is_positive(-advantages)
+    loss = (1.0 - fixed) * surrogate.loss + fixed * cap
+    return surrogate._replace(loss=loss, high=surrogate.high + fixed)
 
 
 def reinforce_loss(logprobs: TokenLogProbs, advantages: TokenWeights) -> Surrogate:
@@ -106,8 +106,8 @@ def cispo_loss(
         loss=-advantages * bounded * logprobs,
         ratio=ratio,
         bounded=bounded,
-        low=ratio < bounded,
-        high=ratio > bounded,
+        low=is_positive(bounded - ratio),
+        high=is_positive(ratio - bounded),
     )
 
 
@@ -130,7 +130,7 @@ def sapo_loss(
 def gmpo_loss(
     log_ratio: TokenWeights,
     advantages: TokenWeights,
-    mask: TokenMask,
+    kept: TokenWeights,
     clip_low: float,
     clip_high: float,
 ) -> Surrogate:
@@ -141,16 +141,17 @@ def gmpo_loss(
 
     Source: Zhao et al. 2025, arXiv:2507.20673, eq. 4 (the bounds of the paper are 0.4).
     """
-    positive = advantages > 0
-    clipped = torch.where(positive, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    ratio = bounded_exp(row_mean(log_ratio, mask)).unsqueeze(-1).expand_as(log_ratio)
-    bounded = bounded_exp(row_mean(clipped, mask)).unsqueeze(-1).expand_as(log_ratio)
+    clipped = torch.where(
+        advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    )
+    ratio = bounded_exp(row_mean(log_ratio, kept)).unsqueeze(-1).expand_as(log_ratio)
+    bounded = bounded_exp(row_mean(clipped, kept)).unsqueeze(-1).expand_as(log_ratio)
     return Surrogate(
         loss=-advantages * bounded,
         ratio=ratio,
         bounded=bounded,
-        low=(log_ratio < -clip_low) & (advantages < 0),
-        high=(log_ratio > clip_high) & positive,
+        low=is_positive(-clip_low - log_ratio) * is_positive(-advantages),
+        high=is_positive(log_ratio - clip_high) * is_positive(advantages),
     )
 
 
@@ -182,19 +183,14 @@ def dppo_loss(
         tiny = torch.finfo(p.dtype).tiny
         other_p, other_q = (-now.expm1()).clamp(min=tiny), (-sampler.expm1()).clamp(min=tiny)
         distance = q * (sampler - now) + other_q * (other_q / other_p).log()
-    far = distance > threshold
-    low, high = far & (p < q) & (advantages < 0), far & (p > q) & (advantages > 0)
-    blocked = low | high
-    return Surrogate(
-        loss=torch.where(blocked, 0.0, -advantages * ratio),
-        ratio=ratio,
-        bounded=torch.where(blocked, 0.0, ratio),
-        low=low,
-        high=high,
-    )
+    far = is_positive(distance - threshold)
+    low = far * is_positive(q - p) * is_positive(-advantages)
+    high = far * is_positive(p - q) * is_positive(advantages)
+    bounded = (1.0 - low - high) * ratio
+    return Surrogate(loss=-advantages * bounded, ratio=ratio, bounded=bounded, low=low, high=high)
 
 
 def _unbounded(loss: TokenWeights, ratio: TokenWeights) -> Surrogate:
     """A surrogate without bounds."""
-    nowhere = torch.zeros_like(loss, dtype=torch.bool)
+    nowhere = torch.zeros_like(loss)
     return Surrogate(loss=loss, ratio=ratio, bounded=ratio, low=nowhere, high=nowhere)

@@ -1,9 +1,10 @@
 """Sums and means over masked values, and the rules that keep NaN and overflow out of them.
 
-Two rules hold everywhere in the arithmetic. A value outside the mask is replaced by zero *before*
-anything is computed from it, because 0 * inf is NaN and so is its gradient. A mean divides by a
-count that is passed in (a fact about the global batch), so shares of a batch add up; the count of
-nothing is 0 and the mean of nothing is 0.
+Three rules hold everywhere in the arithmetic. A value outside the mask is replaced by zero
+(`select`) *before* anything is computed from it, because 0 * inf is NaN and so is its gradient.
+From then on every value is finite there, and a sum multiplies by `kept`, the mask as 0 and 1. A
+mean divides by a count that is passed in (a fact about the global batch), so shares of a batch add
+up; the count of nothing is 0 and the mean of nothing is 0.
 """
 
 import math
@@ -31,17 +32,22 @@ def alone(x: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     return x
 
 
-def masked_sum(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Scalar:
-    """Sum of x where the mask is true. Other values are never read, nor is their gradient."""
-    return torch.where(mask, x, 0.0).sum()
+def select(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """x where the mask is true, else 0. Other values are never read, nor is their gradient."""
+    return torch.where(mask, x, 0.0)
 
 
-def masked_mean(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"], count: Count) -> Scalar:
+def kept_sum(x: Float[Tensor, "*shape"], kept: Float[Tensor, "*shape"]) -> Scalar:
+    """Sum of x where `kept` is 1. x must be finite everywhere: see `select`."""
+    return (x * kept).sum()
+
+
+def kept_mean(x: Float[Tensor, "*shape"], kept: Float[Tensor, "*shape"], count: Count) -> Scalar:
     """This batch's share of a mean over `count` values of the global batch.
 
-    sum_i m_i x_i / (count + 1e-8)
+    sum_i kept_i x_i / (count + 1e-8)
     """
-    return masked_sum(x, mask) / denominator(count, x.dtype)
+    return kept_sum(x, kept) / denominator(count, x.dtype)
 
 
 def denominator(count: Count, dtype: torch.dtype) -> Count:
@@ -49,19 +55,20 @@ def denominator(count: Count, dtype: torch.dtype) -> Count:
     return (count.to(dtype) if isinstance(count, Tensor) else count) + EPSILON
 
 
-def row_mean(x: TokenWeights, mask: TokenMask) -> SampleWeights:
-    """Mean of each row over its own masked positions; 0 for a row without any."""
-    return torch.where(mask, x, 0.0).sum(-1) / (mask.sum(-1, dtype=x.dtype) + EPSILON)
+def row_mean(x: TokenWeights, kept: TokenWeights) -> SampleWeights:
+    """Mean of each row over its own kept positions; 0 for a row without any."""
+    return (x * kept).sum(-1) / (kept.sum(-1) + EPSILON)
 
 
-def masked_max(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Scalar:
-    """Largest masked value; -inf when there is none."""
-    return torch.where(mask, x, -math.inf).amax()
+def extremes(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Scalar, Scalar]:
+    """Smallest and largest value where the mask is true; +inf and -inf when there is none."""
+    outside = torch.where(mask, 0.0, math.inf)
+    return (x + outside).amin(), (x - outside).amax()
 
 
-def masked_min(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Scalar:
-    """Smallest masked value; +inf when there is none."""
-    return torch.where(mask, x, math.inf).amin()
+def is_positive(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """1 where x > 0, else 0: `(x > 0).to(x.dtype)` in a fifth of its time on a CPU."""
+    return x.detach().sign().relu()
 
 
 def exponent_bound(dtype: torch.dtype) -> float:
@@ -87,7 +94,7 @@ def standardize(x: TokenWeights, mask: TokenMask, sum_over: SumOver = alone) -> 
     """
     mean, variance, _ = _moments(x, mask, sum_over, epsilon=0.0)
     scale = variance.clamp(min=EPSILON).rsqrt()
-    return torch.where(mask, (x.double() - mean) * scale, 0.0).to(x.dtype)
+    return select((x.double() - mean) * scale, mask).to(x.dtype)
 
 
 def whiten(x: TokenWeights, mask: TokenMask, sum_over: SumOver = alone) -> TokenWeights:
@@ -100,16 +107,16 @@ def whiten(x: TokenWeights, mask: TokenMask, sum_over: SumOver = alone) -> Token
     mean, variance, count = _moments(x, mask, sum_over, epsilon=EPSILON)
     unbiased = variance * count / (count - 1.0).clamp(min=1.0)
     scale = (unbiased + EPSILON).rsqrt()
-    return torch.where(mask, (x.double() - mean) * scale, 0.0).to(x.dtype)
+    return select((x.double() - mean) * scale, mask).to(x.dtype)
 
 
 def _moments(
     x: TokenWeights, mask: TokenMask, sum_over: SumOver, epsilon: float
 ) -> tuple[Scalar, Scalar, Scalar]:
     """Mean, biased variance and count over all ranks, in float64; all 0 for an empty mask."""
-    x = x.double()
-    count, total = sum_over(torch.stack([mask.sum(dtype=x.dtype), masked_sum(x, mask)])).unbind()
+    x, kept = select(x, mask).double(), mask.double()
+    count, total = sum_over(torch.stack([kept.sum(), x.sum()])).unbind()
     by = count.clamp(min=1.0) + epsilon
     mean = total / by
-    squares = sum_over(masked_sum((x - mean).square(), mask).reshape(1))[0]
+    squares = sum_over(kept_sum((x - mean).square(), kept).reshape(1))[0]
     return mean, squares / by, count

@@ -13,15 +13,13 @@ def group_relative(
     *,
     leave_one_out: bool,
     normalize: bool,
-    votes: Sequence[bool] | None = None,
 ) -> list[float]:
-    votes = [True] * len(rewards) if votes is None else votes
     out = []
     for i, reward in enumerate(rewards):
-        group = [j for j, g in enumerate(groups) if g == groups[i] and votes[j]]
+        group = [j for j, g in enumerate(groups) if g == groups[i]]
         members = [rewards[j] for j in group]
         others = [rewards[j] for j in group if j != i] if leave_one_out else members
-        if not votes[i] or len(members) < 2 or max(members) == min(members):
+        if max(members) == min(members):
             out.append(0.0)
             continue
         mean = math.fsum(others) / len(others)

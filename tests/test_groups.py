@@ -35,15 +35,13 @@ def relative(
 
 
 @settings(max_examples=200)
-@given(grouped(), st.sampled_from(SWITCHES), st.integers(0, 2**20 - 1), st.booleans())
+@given(grouped(), st.sampled_from(SWITCHES))
 def test_group_advantages_equal_the_oracle(
-    case: tuple[list[float], list[int]], switch: tuple[bool, bool], bits: int, all_vote: bool
+    case: tuple[list[float], list[int]], switch: tuple[bool, bool]
 ):
-    rewards, groups = case
-    votes = None if all_vote else [bool(bits >> i & 1) for i in range(len(groups))]
     keys = {"leave_one_out": switch[0], "normalize": switch[1]}
-    found = relative(rewards, groups, votes=None if votes is None else torch.tensor(votes), **keys)
-    expected = oracle.group_relative(rewards, groups, votes=votes, **keys)
+    expected = oracle.group_relative(*case, **keys)
+    found = relative(*case, **keys)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=F64), rtol=1e-9, atol=1e-9)
 
 
@@ -111,13 +109,6 @@ def test_a_group_of_one_is_refused_by_its_id():
     for loo, norm in SWITCHES:
         with pytest.raises(ValueError, match="group 9 has one sample"):
             relative([1.0, 2.0, 3.0], [4, 9, 4], leave_one_out=loo, normalize=norm)
-
-
-def test_a_lone_survivor_has_advantage_zero():
-    votes = torch.tensor([True, False, False])
-    for loo, norm in SWITCHES:
-        found = relative([1.0, 2.0, 3.0], [0] * 3, leave_one_out=loo, normalize=norm, votes=votes)
-        assert found.tolist() == [0.0] * 3
 
 
 # field failures 47, 52

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.kl import kl_estimate, weighted_kl
+from minirl.kl import kl_estimate, kl_term
 
 KINDS = ["k1", "k2", "k3"]
 DELTAS = st.lists(st.floats(-30, 30), min_size=1, max_size=5)
@@ -54,14 +54,12 @@ def test_k2_and_k3_are_not_negative(kind: Any, deltas: list[float]):
 
 
 @given(st.floats(-15, 15), st.sampled_from(KINDS))
-def test_with_the_score_function_weight_the_gradient_is_that_of_the_divergence(
-    delta: float, kind: Any
-):
+def test_the_gradient_is_that_of_the_divergence(delta: float, kind: Any):
     c = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
-    kl = weighted_kl(
+    kl = kl_term(
         c,
         c.detach() + delta,
-        (c - c.detach()).exp(),
+        torch.ones_like(c),
         kind=kind,
         input_clamp=None,
         output_clamp=None,
@@ -79,18 +77,29 @@ def test_clamps_bound_both_sides(kind: Any, sign: float):
     zero = torch.zeros(1, 1)
     far = zero + sign * 7.0
     ones = torch.ones(1, 1)
-    found = weighted_kl(zero, far, ones, kind=kind, input_clamp=2.0, output_clamp=None)
+    found = kl_term(zero, far, ones, kind=kind, input_clamp=2.0, output_clamp=None)
     torch.testing.assert_close(found, kl_estimate(zero + sign * 2.0, kind))
-    found = weighted_kl(zero, far, ones, kind=kind, input_clamp=None, output_clamp=0.5)
+    found = kl_term(zero, far, ones, kind=kind, input_clamp=None, output_clamp=0.5)
     assert found.item() == math.copysign(0.5, kl_estimate(far, kind).item())
 
 
-def test_a_gap_beyond_k3s_own_bound_has_no_gradient_through_the_weight_either():
+@pytest.mark.parametrize("delta", [2.0, -2.0])
+def test_a_gap_exactly_at_the_input_clamp_keeps_its_gradient(delta: float):
+    c = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    kl = kl_term(
+        c, c.detach() + delta, torch.ones_like(c), kind="k2", input_clamp=2.0, output_clamp=None
+    )
+    kl.sum().backward()
+    assert c.grad is not None
+    assert c.grad.item() == 2.0 - delta
+
+
+def test_a_gap_beyond_k3s_own_bound_has_no_gradient():
     c = torch.full((1, 1), -200.0, requires_grad=True)
-    kl = weighted_kl(
+    kl = kl_term(
         c,
         torch.zeros(1, 1),
-        (c - c.detach()).exp(),
+        torch.ones_like(c),
         kind="k3",
         input_clamp=None,
         output_clamp=None,

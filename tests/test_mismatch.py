@@ -12,11 +12,13 @@ from minirl.loss_config import LossConfig
 from minirl.metrics import value, values
 from minirl.mismatch import (
     Correction,
+    ImportanceWeights,
     correction_of,
     importance_weights,
     keep_matching_sequences,
     sequence_errors,
 )
+from minirl.reduce import select
 
 LEVELS = ["token", "sequence", "geometric"]
 MODES = [None, "truncate", "mask", "sequence_mask"]
@@ -33,11 +35,15 @@ def case(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(mask, prev, math.nan), torch.where(mask, engine, math.inf), mask
 
 
+def weigh(prev: Tensor, engine: Tensor, mask: Tensor, correction: Correction) -> ImportanceWeights:
+    return importance_weights(select(prev - engine, mask), mask.to(prev.dtype), correction)
+
+
 @given(st.integers(0, 1000), st.sampled_from(LEVELS), st.sampled_from(MODES))
 def test_every_cell_of_the_grid_equals_loops(seed: int, level: Any, mode: Any):
     prev, engine, mask = case(seed)
     low, high = 0.7, 1.3
-    weights = importance_weights(prev, engine, mask, Correction(level, mode, low, high))
+    weights = weigh(prev, engine, mask, Correction(level, mode, low, high))
     for i in range(3):
         at = [t for t in range(4) if mask[i, t]]
         gaps = [(prev[i, t] - engine[i, t]).item() for t in at]
@@ -60,7 +66,7 @@ def test_sequence_mask_keeps_raw_token_weights_in_the_sequences_it_keeps():
     prev = torch.zeros(1, 2)
     engine = torch.tensor([[-2.0, 2.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    weights = importance_weights(prev, engine, mask, Correction("token", "sequence_mask", 0.9, 1.1))
+    weights = weigh(prev, engine, mask, Correction("token", "sequence_mask", 0.9, 1.1))
     assert weights.applied.flatten().tolist() == pytest.approx([math.exp(2), math.exp(-2)])
 
 
@@ -70,7 +76,7 @@ def test_bounds_are_inclusive():
     for mode in ("truncate", "mask"):
         ratio = (prev - engine).exp()
         low, high = ratio.min().item(), ratio.max().item()
-        weights = importance_weights(prev, engine, mask, Correction("token", mode, low, high))
+        weights = weigh(prev, engine, mask, Correction("token", mode, low, high))
         assert not weights.outside.any()
         assert torch.equal(weights.applied, weights.raw)
 
@@ -78,11 +84,9 @@ def test_bounds_are_inclusive():
 def test_an_overflowing_weight_is_truncated_to_the_bound_not_to_zero():
     prev, engine = torch.zeros(1, 2), torch.tensor([[-200.0, 200.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
-    weights = importance_weights(prev, engine, mask, Correction("token", "truncate", 0.0, 2.0))
+    weights = weigh(prev, engine, mask, Correction("token", "truncate", 0.0, 2.0))
     assert weights.applied.tolist() == [[2.0, 0.0]]
-    whole = importance_weights(
-        prev, 2 * engine.abs().neg(), mask, Correction("sequence", None, 0, 0)
-    )
+    whole = weigh(prev, 2 * engine.abs().neg(), mask, Correction("sequence", None, 0, 0))
     assert whole.raw.isfinite().all()
 
 
@@ -91,7 +95,7 @@ def test_weights_carry_no_gradient():
     prev.requires_grad_()
     engine.requires_grad_()
     for level in LEVELS:
-        weights = importance_weights(prev, engine, mask, Correction(level, "truncate", 0.5, 2.0))
+        weights = weigh(prev, engine, mask, Correction(level, "truncate", 0.5, 2.0))
         assert not weights.raw.requires_grad
         assert not weights.applied.requires_grad
     assert not sequence_errors(prev, engine, mask).requires_grad

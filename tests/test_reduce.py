@@ -10,11 +10,12 @@ from minirl.reduce import (
     bounded_exp,
     denominator,
     exponent_bound,
-    masked_max,
-    masked_mean,
-    masked_min,
-    masked_sum,
+    extremes,
+    is_positive,
+    kept_mean,
+    kept_sum,
     row_mean,
+    select,
     standardize,
     whiten,
 )
@@ -32,24 +33,27 @@ def mask_of(rows: list[list[float]], bits: int) -> torch.Tensor:
 @given(GRIDS, st.integers(0, 2**12 - 1), st.floats(0, 50))
 def test_sums_means_and_extremes_equal_loops(rows: list[list[float]], bits: int, count: float):
     x, mask = torch.tensor(rows, dtype=F64), mask_of(rows, bits)
-    seen = x[mask].tolist()
-    assert masked_sum(x, mask).item() == pytest.approx(math.fsum(seen), abs=1e-9)
+    seen, kept = x[mask].tolist(), mask.double()
+    assert kept_sum(x, kept).item() == pytest.approx(math.fsum(seen), abs=1e-9)
     mean = math.fsum(seen) / (count + 1e-8)
-    assert masked_mean(x, mask, count).item() == pytest.approx(mean, abs=1e-9, rel=1e-9)
-    assert masked_max(x, mask).item() == max(seen, default=-math.inf)
-    assert masked_min(x, mask).item() == min(seen, default=math.inf)
+    assert kept_mean(x, kept, count).item() == pytest.approx(mean, abs=1e-9, rel=1e-9)
+    assert extremes(x, mask)[0].item() == min(seen, default=math.inf)
+    assert extremes(x, mask)[1].item() == max(seen, default=-math.inf)
     each = [
         math.fsum(row[marks].tolist()) / (int(marks.sum()) + 1e-8)
         for row, marks in zip(x, mask, strict=True)
     ]
-    assert row_mean(x, mask).tolist() == pytest.approx(each, abs=1e-9)
+    assert row_mean(x, kept).tolist() == pytest.approx(each, abs=1e-9)
+    assert is_positive(x).tolist() == [[float(v > 0) for v in row] for row in rows]
 
 
 # field failure 22
-def test_a_mean_over_nothing_is_zero_and_nothing_is_read():
-    x = torch.full((2, 3), math.nan, requires_grad=True)
+@pytest.mark.parametrize("junk", [math.nan, math.inf, -math.inf])
+def test_a_mean_over_nothing_is_zero_and_what_is_not_selected_is_never_read(junk: float):
+    x = torch.full((2, 3), junk, requires_grad=True)
     nothing = torch.zeros(2, 3, dtype=torch.bool)
-    total = masked_mean(x, nothing, 0.0) + row_mean(x, nothing).sum() + masked_sum(x, nothing)
+    chosen, kept = select(x, nothing), nothing.float()
+    total = kept_mean(chosen.exp(), kept, 0.0) + row_mean(chosen, kept).sum()
     total.backward()
     assert total.item() == 0.0
     assert x.grad is not None
