@@ -3,12 +3,11 @@
     python tests/bench/losses.py
 
 TRL's loss is `GRPOTrainer._compute_loss`, called with a stand-in for the trainer that returns given
-log-probs, so neither side runs a model. Both sides turn their metrics into numbers. TRL's
-advantages are not a function; its lines are repeated here over its own `nanstd`. verl's
-`compute_policy_loss_vanilla` joins in where verl is installed.
+log-probs, so neither side runs a model. Both sides turn their metrics into numbers: minirl 23, TRL
+6, and one more with a KL term. TRL's advantages are not a function; its lines are repeated here
+over its own `nanstd`.
 """
 
-import importlib.util
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,8 +36,6 @@ def main() -> None:
     compare_losses()
     compare_advantages()
     compare_logprobs()
-    if importlib.util.find_spec("verl") is None:
-        print("verl is not installed here: not compared")
 
 
 def row(what: str, ours: float, theirs: float) -> None:
@@ -66,6 +63,7 @@ def compare_losses() -> None:
     mask = torch.arange(LENGTH) < lengths
     advantages = torch.randn(BATCH)
     entropy = torch.rand(BATCH, LENGTH)
+    num_tokens, num_sequences = float(mask.sum()), float(BATCH)
     for beta in (0.0, 0.01):
         cfg = LossConfig(reference_policy_kl_penalty=beta)
         leaf, their_leaf = (logprobs.clone().requires_grad_() for _ in range(2))
@@ -91,11 +89,10 @@ def compare_losses() -> None:
             "ref_per_token_logps": reference,
             "num_items_in_batch": mask.sum(),
         }
-        num_tokens = float(mask.sum())
 
         def ours(inputs: PolicyLossInputs = inputs, cfg: LossConfig = cfg) -> Tensor:
             loss, metrics = policy_loss(
-                inputs, cfg, num_tokens=num_tokens, num_sequences=float(BATCH)
+                inputs, cfg, num_tokens=num_tokens, num_sequences=num_sequences
             )
             (grad,) = torch.autograd.grad(loss, inputs.logprobs)
             values(metrics)
@@ -104,7 +101,7 @@ def compare_losses() -> None:
         def theirs(
             trainer: Any = trainer, leaf: Tensor = their_leaf, given: Any = their_inputs
         ) -> Tensor:
-            loss = GRPOTrainer._compute_loss(trainer, None, given)  # type: ignore[arg-type] stand-in
+            loss = GRPOTrainer._compute_loss(trainer, None, given)
             return torch.autograd.grad(loss, leaf)[0]
 
         # TRL's KL term lacks the score-function gradient: equal only without it.
@@ -115,7 +112,10 @@ def compare_losses() -> None:
 
 def stand_in(logprobs: Tensor, entropy: Tensor, beta: float) -> Any:
     """What `_compute_loss` reads of a trainer, on one process."""
-    same = lambda x, **_: x  # noqa: E731 one word for three fields
+
+    def same(x: Tensor, **_: Any) -> Tensor:
+        return x
+
     accelerator = SimpleNamespace(reduce=same, gather=same, num_processes=1)
     args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
     return SimpleNamespace(
