@@ -1,13 +1,14 @@
 """Rank processes that stay alive for the whole test session; a test sends them jobs.
 
-Starting a process that imports torch and transformers takes seconds, so the pool grows on demand
-and is reused. A job is a module-level function of a test module: `run_ranks(2, fn, x)` runs
-`fn(axis, x)` on two ranks, inside a gloo group that is made and destroyed for the job, and returns
-both results. An exception in a rank is raised here with the rank's traceback. A job that hangs is
-killed, together with the pool, which then starts anew.
+Importing torch and transformers takes many seconds, so the pool grows on demand and is reused. A
+job is a module-level function of a test module: `run_ranks(2, fn, x)` runs `fn(axis, x)` on two
+ranks, inside a gloo group that is made and destroyed for the job, and returns both results. An
+exception in a rank is raised here with the rank's traceback; a job that hangs is killed. After
+either, the pool starts anew.
 """
 
 import multiprocessing as mp
+import pickle
 import sys
 import tempfile
 import traceback
@@ -22,6 +23,19 @@ from minirl.parallel import Axis
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+PRELOAD = [
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "jaxtyping",
+    "beartype",
+    "hypothesis",
+    "pytest",
+]
+"""What nearly every job imports."""
 
 GRACE_S = 5.0
 """How long the other ranks may take after one has failed; they may be waiting for it."""
@@ -51,7 +65,8 @@ def run_ranks(
         _grow(n)
         workers = _pool[:n]
         for rank, worker in enumerate(workers):
-            worker.pipe.send((rank, n, str(Path(folder) / "store"), fn, args, kwargs))
+            job = (rank, n, str(Path(folder) / "store"), fn, args, kwargs)
+            worker.pipe.send_bytes(pickle.dumps(job))
         answers = _collect(workers, timeout_s=120.0)
     failures = [f"rank {rank}: {a[1]}" for rank, a in enumerate(answers) if not a[0]]
     if failures:
@@ -68,7 +83,10 @@ def close_pool() -> None:
 
 
 def _grow(n: int) -> None:
-    context = mp.get_context("spawn")
+    # A server imports the slow packages once; each worker is a fork of it. (A fork of the test
+    # process itself would inherit its process groups and their threads.)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     while len(_pool) < n:
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there, sys.path), daemon=True)
@@ -95,7 +113,9 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[bool, Any]]
             break
     missing = (False, "no answer: it hangs, or waits for a rank that failed")
     complete = [answers.get(rank, missing) for rank in range(len(workers))]
-    if len(answers) < len(workers) or any(a == (False, "the process died") for a in complete):
+    if not all(answered for answered, _ in complete):
+        # Also after a mere exception: half-opened groups change the names of later ones, and torch
+        # keeps meshes, by name, in caches.
         close_pool()
     return complete
 
@@ -112,11 +132,11 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     _check_shapes()
     while True:
         try:
-            rank, size, store, fn, args, kwargs = pipe.recv()
+            job = pipe.recv_bytes()
         except EOFError:
             return
         try:
-            answer = (True, _in_group(rank, size, store, fn, args, kwargs))
+            answer = (True, _in_group(*pickle.loads(job)))
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
@@ -133,6 +153,7 @@ def _in_group(rank: int, size: int, store: str, fn: Any, args: Any, kwargs: Any)
         timeout=timedelta(seconds=60),
     )
     try:
+        dist.barrier()
         return fn(Axis(rank, size, dist.group.WORLD), *args, **kwargs)
     finally:
         dist.destroy_process_group()

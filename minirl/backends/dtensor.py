@@ -173,12 +173,6 @@ def _units(model: Model) -> list[FSDPModule]:
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
-def _reshard_(model: Model) -> None:
-    """Frees gathered weights. Without a backward the root keeps them, blind to later changes."""
-    for unit in _units(model):
-        unit.reshard()
-
-
 def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
     """The head's view of the rows: the one path of `logprobs` and `update_`."""
     tokens, lengths = rows.tokens.to(trainer.device), rows.lengths.to(trainer.device)
@@ -229,9 +223,7 @@ def _logprobs(
     trainer = _current(state)
     require_equal("the number of micro-batches", len(rows), trainer.axis, "fill up with any rows")
     with torch.no_grad(), _holding(trainer, weights):
-        outputs = [_on(r.tokens.device, _view(trainer, r, head)) for r in rows]
-        _reshard_(trainer.model)
-    return outputs
+        return [_on(r.tokens.device, _view(trainer, r, head)) for r in rows]
 
 
 def _on(device: torch.device, output: TokenOutput) -> TokenOutput:
@@ -242,20 +234,21 @@ def _on(device: torch.device, output: TokenOutput) -> TokenOutput:
 @contextmanager
 def _holding(trainer: Trainer, weights: Weights) -> Iterator[None]:
     """Puts the asked weights into the model for the duration."""
-    if weights == "policy":
-        yield
-        return
-    if trainer.reference is None:
-        raise ValueError(
-            "no reference policy was loaded: open the backend with with_reference=True"
-        )
     parameters = list(trainer.parameters().values())
-    policy = [_to_host(p) for p in parameters]
-    _copy_(parameters, trainer.reference)
+    policy: list[Tensor] = []
+    if weights == "reference":
+        if trainer.reference is None:
+            raise ValueError("no reference was loaded: open the backend with with_reference=True")
+        policy = [_to_host(p) for p in parameters]
+        _copy_(parameters, trainer.reference)
     try:
         yield
     finally:
-        _copy_(parameters, policy)
+        # Without a backward the root would keep its gathered weights, blind to later changes.
+        for unit in _units(trainer.model):
+            unit.reshard()
+        if policy:
+            _copy_(parameters, policy)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -268,11 +261,15 @@ def _copy_(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
-    """See `Backend.update_`. A skipped update does not count in `updates`."""
+    """See `Backend.update_`. A skipped update does not count in `updates`.
+
+    Consumes: the state, also when a loss raises.
+    """
     trainer = _current(state)
     if not works:
         raise ValueError("an update needs at least one micro-batch")
-    trainer.optimizer.zero_grad(set_to_none=True)
+    # Consumed already now: an error in a loss leaves half a gradient behind, inside the model.
+    trainer.stamp += 1
     seen = [
         _accumulate_(trainer, work, is_last=i == len(works) - 1) for i, work in enumerate(works)
     ]

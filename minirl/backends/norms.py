@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -30,8 +29,9 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
         layouts.setdefault(_sharding_groups(gradient), []).append(local_shard(gradient))
     total = 0.0
     for groups, shards in layouts.items():
-        # Squares in float64: the sum over shards must not depend on how many there are.
-        squares = get_total_norm(shards).double().square()
+        # In float64, so that the sum over shards does not depend on how many there are.
+        norms: list[Tensor] = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in shards]
+        squares = torch.stack(norms).square().sum()
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += float(squares)

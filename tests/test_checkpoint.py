@@ -1,0 +1,63 @@
+"""Checkpoint folders: complete or absent, found by step, read back whole."""
+
+from typing import Any
+
+import pytest
+from backend_cases import distance, exported, make_samples, make_work
+from models import policy_config, save_model
+
+from minirl.backend import after_draw
+from minirl.backends import dtensor
+from minirl.checkpoint import latest, load_, save
+from minirl.parallel import world
+from minirl.rng import key_of
+from minirl.types import Sample, Score, Trajectory
+
+SURPLUS = Sample(
+    Trajectory(1, 2, 3, (4, 5), (False, True), (0.0, -0.1), True, 6),
+    Score(0.1, {"form": 1 / 3}, timed_out=True),
+    reward=2.0,
+)
+
+
+@pytest.fixture
+def opened(tmp_path) -> Any:
+    name = save_model(tmp_path / "model")
+    with world() as axis:
+        yield (*dtensor.open_backend(policy_config(name), axis, key_of(0)), axis)
+
+
+def test_a_checkpoint_gives_back_weights_and_values(opened, tmp_path):
+    backend, state, axis = opened
+    state, _ = backend.update_(state, [make_work(make_samples(2))])
+    state = backend.end_step_(after_draw(state, 8, [SURPLUS, SURPLUS]))
+    saved, weights = state, exported(backend, state)
+    folder = save(backend, state, tmp_path / "run", axis)
+    state, _ = backend.update_(after_draw(state, 16), [make_work(make_samples(2))])
+    assert distance(exported(backend, state), weights) > 0
+    state = load_(backend, state, folder)
+    assert distance(exported(backend, state), weights) == 0
+    for name in ("step", "updates", "cursor", "key", "surplus"):
+        assert getattr(state, name) == getattr(saved, name)
+
+
+def test_the_latest_complete_checkpoint_is_found_by_number(opened, tmp_path):
+    backend, state, axis = opened
+    run = tmp_path / "run"
+    assert latest(run) is None
+    for _ in range(10):
+        state = backend.end_step_(state)
+        if state.step in (2, 9, 10):
+            assert save(backend, state, run, axis) == latest(run) == run / f"step_{state.step}"
+    (run / "step_99.part").mkdir()
+    assert latest(run) == run / "step_10"
+
+
+def test_what_an_interrupted_save_left_is_replaced(opened, tmp_path):
+    backend, state, axis = opened
+    for name in ("step_0", "step_0.part"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "left_over").touch()
+    folder = save(backend, state, tmp_path / "run", axis)
+    assert not (folder / "left_over").exists()
+    assert [f.name for f in (tmp_path / "run").iterdir()] == ["step_0"]
