@@ -172,7 +172,7 @@ def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
     Raises:
         ValueError: fewer than two components, or not one weight for each.
 
-    Source: Liu et al. 2026, arXiv:2601.05242, eqs. 4-7.
+    Source: Liu et al. 2026, arXiv:2601.05242.
     """
     names = sorted(scores.components)
     if len(names) < 2:
@@ -207,8 +207,9 @@ def _reinforce_plus_plus(
     """REINFORCE++: rewards (minus the group's mean) minus beta KL, standardized over all tokens.
 
     Being standardized over the batch, a constant group is not at 0 but at minus the batch's mean.
+    A token pays for its own KL alone, as in NeMo-RL; the paper sums the KL of all later tokens.
 
-    Source: Hu et al. 2025, arXiv:2501.03262, eqs. 7-9; the baseline variant, section 3.3.
+    Source: Hu et al. 2025, arXiv:2501.03262, and its variant with a baseline.
     """
     mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
     per_sample = scores.rewards

@@ -41,7 +41,7 @@ def group_relative(
         ValueError: a group has one sample, so there is nothing to compare it with.
 
     Source: Shao et al. 2024 (GRPO), arXiv:2402.03300, section 4.1; Liu et al. 2025 (Dr. GRPO),
-    arXiv:2503.20783, eq. 3; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740, eq. 9.
+    arXiv:2503.20783, section 3.2; Ahmadian et al. 2024 (RLOO), arXiv:2402.14740.
     """
     if rewards.numel() == 0:
         return rewards.clone()

@@ -67,7 +67,7 @@ def clipped_pg_loss(
 def dual_clip(surrogate: Surrogate, advantages: TokenWeights, constant: float) -> Surrogate:
     """Bounds the loss of tokens with a negative advantage: l_t = min(l_t, -A_t c) where A_t < 0.
 
-    Source: Ye et al. 2020, arXiv:1912.09729, eq. 5.
+    Source: Ye et al. 2020, arXiv:1912.09729.
     """
     cap = -advantages * constant
     fixed = is_positive(surrogate.loss - cap) * is_positive(-advantages)
@@ -98,7 +98,7 @@ def cispo_loss(
 ) -> Surrogate:
     """CISPO: l_t = -A_t sg(clip(r_t, 1 - low, 1 + high)) log pi_t. No token loses its gradient.
 
-    Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eq. 4.
+    Source: MiniMax 2025 (MiniMax-M1), arXiv:2506.13585, eqs. 4-5.
     """
     ratio = ratio.detach()
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
@@ -120,7 +120,7 @@ def sapo_loss(
 
     Its derivative in r_t is -A_t at r_t = 1 and falls off on both sides.
 
-    Source: Gao et al. 2025, arXiv:2511.20347, eqs. 5-6.
+    Source: Gao et al. 2025, arXiv:2511.20347.
     """
     tau = torch.where(advantages > 0, positive, negative).to(ratio.dtype)
     gate = (tau * (ratio - 1.0)).sigmoid() * 4.0 / tau
@@ -139,7 +139,7 @@ def gmpo_loss(
     x_t = min(d_t, high) where A_t > 0, else max(d_t, -low);  d_t = log r_t
     l_t = -A_t exp(mean_t x_t)
 
-    Source: Zhao et al. 2025, arXiv:2507.20673, eq. 4 (the bounds of the paper are 0.4).
+    Source: Zhao et al. 2025, arXiv:2507.20673; its bounds are 0.4.
     """
     clipped = torch.where(
         advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)

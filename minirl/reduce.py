@@ -90,7 +90,7 @@ def standardize(x: TokenWeights, mask: TokenMask, sum_over: SumOver = alone) -> 
 
     The variance is the biased one; the moments are taken in float64.
 
-    Source: Hu et al. 2025 (REINFORCE++), arXiv:2501.03262, eq. 9; the floor is NeMo-RL's.
+    Source: Hu et al. 2025 (REINFORCE++), arXiv:2501.03262; the floor is NeMo-RL's.
     """
     mean, variance, _ = _moments(x, mask, sum_over, epsilon=0.0)
     scale = variance.clamp(min=EPSILON).rsqrt()
