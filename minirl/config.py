@@ -157,7 +157,8 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     logprob_batch_size: Annotated[Count, default("${policy.train_micro_batch_size}")]
     max_total_sequence_length: Count = 512
     """Prompt and response together."""
-    precision: Precision = "bfloat16"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of forward and backward; masters are float32. (float16 would need loss scaling.)"""
     max_grad_norm: Positive | None = 1.0
     dtensor_cfg: DTensorConfig = DTensorConfig()
     optimizer: OptimizerConfig

@@ -260,9 +260,9 @@ def _listen(pool: Pool, patience_s: float) -> list[tuple[_Worker, _Reply]]:
 def _receive(connection: Connection) -> _Reply:
     try:
         kind, value, detail, parts = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
+        return _Reply(kind, float(value), str(detail), cast("dict[str, float]", parts))
     except (EOFError, OSError, ValueError):
         return _Reply("died")
-    return _Reply(kind, float(value), str(detail), cast("dict[str, float]", parts))
 
 
 def load_function(path: str) -> Function:
@@ -308,7 +308,8 @@ def _call(function: Function, pickled: bytes) -> _Reply:
         job = cast(Job, pickle.loads(pickled))
         value = 0.0 if job is None else function(*job)
         if isinstance(value, Mapping):
-            parts = {str(name): _number(part) for name, part in value.items()}
+            several = cast("Mapping[object, object]", value)
+            parts = {str(name): _number(part) for name, part in several.items()}
             return _Reply("returned", sum(parts.values()), parts=parts)
         return _Reply("returned", _number(value))
     except Exception:

@@ -5,6 +5,7 @@ here and nowhere else; torch and its kin are never imported, so that workers sta
 """
 
 import difflib
+import importlib
 import logging
 import pickle
 import random
@@ -89,11 +90,12 @@ def _reasoning_gym(task: str, task_kwargs: Mapping[str, Any]) -> Task:
     with warnings.catch_warnings():
         # A dependency of it has a questionable comparison, reported whenever it is first compiled.
         warnings.simplefilter("ignore", SyntaxWarning)
-        from reasoning_gym.factory import DATASETS, create_dataset
-    if task not in DATASETS:
-        near = difflib.get_close_matches(task, DATASETS)
+        factory: Any = importlib.import_module("reasoning_gym.factory")
+    known = cast("dict[str, object]", factory.DATASETS)
+    if task not in known:
+        near = difflib.get_close_matches(task, known)
         raise ValueError(f"it has no such task; the nearest names are {near}")
-    return cast(Task, create_dataset(task, **task_kwargs))
+    return cast(Task, factory.create_dataset(task, **task_kwargs))
 
 
 def spelling_parts(completion: str, example: Mapping[str, object]) -> dict[str, float]:

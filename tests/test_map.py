@@ -1,8 +1,12 @@
 """The map in `minirl/__init__.py` is complete, and README's commands exist."""
 
+import ast
 import re
 
-from tree import parse, python_files, read, reading_order
+from tree import ROOT, parse, python_files, read, reading_order
+
+from minirl.config import GrpoConfig
+from minirl.loss_config import AdvEstimatorConfig, LossConfig
 
 
 def test_the_map_names_every_file():
@@ -25,3 +29,22 @@ def test_every_make_command_of_the_readme_exists():
     targets = set(re.findall(r"^([a-z]+):", read("Makefile"), flags=re.MULTILINE))
     assert named
     assert named <= targets
+
+
+def test_what_the_readme_names_exists():
+    """Functions, tests, files and keys in the README's tables; a dangling name fails here."""
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"`((?:test_)?[a-z_]+)`", text.split("## Algorithms")[1].split("## How")[0])
+    defined = {
+        node.name
+        for file in python_files("minirl", "tests")
+        for node in ast.walk(parse(file))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    keys = {
+        f for cls in (GrpoConfig, LossConfig, AdvEstimatorConfig) for f in cls.__struct_fields__
+    }
+    assert sorted(set(named) - defined - keys - {"loss_fn", "max_grad_norm"}) == []
+    assert [
+        f for f in re.findall(r"`((?:bin|minirl|tests)/[\w/.]+)`", text) if not (ROOT / f).exists()
+    ] == []

@@ -155,7 +155,9 @@ def trained_samples(
 
 def scores_of(samples: Sequence[Sample]) -> Scores:
     """What advantages are computed from; the components that every sample has."""
-    names = set.intersection(*(set(s.score.components) for s in samples))
+    names = [
+        n for n in samples[0].score.components if all(n in s.score.components for s in samples)
+    ]
     return Scores(
         rewards=torch.tensor([s.reward for s in samples]),
         groups=torch.tensor([s.trajectory.group for s in samples]),

@@ -41,6 +41,7 @@ def slices(num_rows: int, size: int) -> Iterator[slice]:
 def cut_rows(rows: Rows, part: slice) -> Rows:
     """Some rows, without the padding that none of them needs.
 
+    >>> import torch
     >>> rows = Rows(torch.tensor([[7, 8, 0], [7, 8, 9]]), torch.tensor([2, 3]))
     >>> cut_rows(rows, slice(0, 1)).tokens.tolist()
     [[7, 8]]

@@ -35,8 +35,9 @@ def measure_minirl(folder: Path) -> float:
         f"defaults: {recipe}\n"
         "grpo: {num_prompts_per_step: 4, num_generations_per_prompt: 4, val_period: 0, "
         "val_at_start: false, val_at_end: false, val_greedy: false}\n"
-        f"policy: {{model_name: {folder}, train_global_batch_size: 16, train_micro_batch_size: 16,\n"
-        "  max_total_sequence_length: 64, generation: {max_new_tokens: 16}}\n"
+        f"policy: {{model_name: {folder}, train_global_batch_size: 16,\n"
+        "  train_micro_batch_size: 16, max_total_sequence_length: 64,\n"
+        "  generation: {max_new_tokens: 16}}\n"
         f"data: {{train: {{_override_: true, data_path: {folder / 'words.jsonl'}}}}}\n"
     )
     run = load(folder / "run.yaml", [], GrpoRun)

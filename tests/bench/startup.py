@@ -6,6 +6,7 @@ Runs the CPU recipe for one step on two processes; the parts are those of the fi
 must have been made (`make grpo` does, or bin/make_tiny.py).
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -29,21 +30,19 @@ def rank(launched_at: float, out: Path) -> None:
         marks.append((part, now - last))
         last = now
 
-    import torch  # noqa: F401
-
+    importlib.import_module("torch")
     mark("import torch")
     from minirl.algos import grpo
+    from minirl.algos.collect import Parts
     from minirl.algos.launch import open_rewards, read_inputs, score_answers
     from minirl.backends import open_backend, open_engine
-    from minirl.algos.collect import Parts
     from minirl.config import GrpoRun
     from minirl.loader import load
     from minirl.parallel import launched_size, world
     from minirl.rng import key_of
 
     mark("import minirl")
-    import transformers  # noqa: F401
-
+    importlib.import_module("transformers")
     mark("import transformers")
     run = load(RECIPE, [], GrpoRun)
     inputs = read_inputs(run, launched_size())
@@ -52,8 +51,7 @@ def rank(launched_at: float, out: Path) -> None:
         mark("process group")
         backend, state = open_backend(run.policy, axis, key_of(0))
         mark("model")
-        import vllm  # noqa: F401
-
+        importlib.import_module("vllm")
         mark("import vllm")
         engine = open_engine(run.policy)
         mark("engine")

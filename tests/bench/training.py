@@ -13,10 +13,21 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from minirl.algos import sft
+from minirl.backends.dtensor import open_backend
+from minirl.config import (
+    GenerationConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    TokenizerConfig,
+    VllmConfig,
+)
+from minirl.parallel import world
+from minirl.rng import key_of
 
 ROWS, MICRO, VOCABULARY, ROUNDS = 128, 16, 512, 7
 
@@ -41,85 +52,85 @@ def bare(folder: str, batches: list[tuple[Tensor, Tensor, Tensor]]) -> Callable[
     return update
 
 
+def save_model(folder: str) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def policy_of(folder: str) -> PolicyConfig:
+    return PolicyConfig(
+        model_name=folder,
+        tokenizer=TokenizerConfig(name=folder),
+        logprob_batch_size=MICRO,
+        precision="float32",
+        optimizer=OptimizerConfig(kwargs={"lr": 1e-4}),
+        generation=GenerationConfig(
+            max_new_tokens=8, vllm_cfg=VllmConfig(precision="float32", max_model_len=512)
+        ),
+    )
+
+
+def packed(rows: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    positions = torch.cat([torch.arange(len(r)) for r in rows])
+    return torch.cat(rows)[None], positions[None], (positions[1:] != 0)[None]
+
+
+def race(sides: dict[str, Callable[[], None]]) -> dict[str, float]:
+    """Median seconds of each side; they take turns."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(ROUNDS):
+        for side, update in sides.items():
+            start = time.perf_counter()
+            update()
+            seconds[side].append(time.perf_counter() - start)
+    return {side: statistics.median(seen) for side, seen in seconds.items()}
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    from minirl.algos import sft
-    from minirl.backends.dtensor import open_backend
-    from minirl.config import (
-        GenerationConfig,
-        OptimizerConfig,
-        PolicyConfig,
-        TokenizerConfig,
-        VllmConfig,
-    )
-    from minirl.parallel import world
-    from minirl.rng import key_of
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     lengths = torch.empty(ROWS).log_normal_(4.0, 0.6).clamp(8, 512).long().tolist()
     rows = [torch.randint(1, VOCABULARY, (n,)) for n in lengths]
-    with tempfile.TemporaryDirectory() as name:
-        Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=VOCABULARY,
-                hidden_size=128,
-                intermediate_size=384,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-            )
-        ).save_pretrained(name)
-        policy = PolicyConfig(
-            model_name=name,
-            tokenizer=TokenizerConfig(name=name),
-            logprob_batch_size=MICRO,
-            precision="float32",
-            optimizer=OptimizerConfig(kwargs={"lr": 1e-4}),
-            generation=GenerationConfig(
-                max_new_tokens=8, vllm_cfg=VllmConfig(precision="float32", max_model_len=512)
-            ),
-        )
-        shown = [sft.Demonstration(tuple(r[:1].tolist()), tuple(r[1:].tolist())) for r in rows]
-        micro = [sft.collate(shown[i : i + MICRO], 0) for i in range(0, ROWS, MICRO)]
-        padded = [
-            (m.tokens, torch.arange(m.tokens.shape[1]).expand_as(m.tokens), mask)
-            for m, mask in micro
-        ]
-        packed = []
-        for i in range(0, ROWS, MICRO):
-            part = rows[i : i + MICRO]
-            positions = torch.cat([torch.arange(len(r)) for r in part])
-            packed.append((torch.cat(part)[None], positions[None], (positions[1:] != 0)[None]))
-        with world() as axis:
-            backend, state = open_backend(policy, axis, key_of(0))
+    parts = [rows[i : i + MICRO] for i in range(0, ROWS, MICRO)]
+    micro = [
+        sft.collate([sft.Demonstration(tuple(r[:1].tolist()), tuple(r[1:].tolist())) for r in p], 0)
+        for p in parts
+    ]
+    padded = [
+        (m.tokens, torch.arange(m.tokens.shape[1]).expand_as(m.tokens), mask) for m, mask in micro
+    ]
+    with tempfile.TemporaryDirectory() as folder, world() as axis:
+        save_model(folder)
+        backend, state = open_backend(policy_of(folder), axis, key_of(0))
 
-            def ours() -> None:
-                nonlocal state
-                state, _ = sft.step(state, micro, backend)
+        def ours() -> None:
+            nonlocal state
+            state, _ = sft.step(state, micro, backend)
 
-            sides = {
+        middle = race(
+            {
                 "minirl, padded": ours,
-                "bare torch, padded": bare(name, padded),
-                "bare torch, packed": bare(name, packed),
+                "bare torch, padded": bare(folder, padded),
+                "bare torch, packed": bare(folder, [packed(p) for p in parts]),
             }
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for _ in range(ROUNDS):
-                for side, update in sides.items():
-                    start = time.perf_counter()
-                    update()
-                    seconds[side].append(time.perf_counter() - start)
-    tokens = sum(lengths)
-    share = tokens / sum(m.tokens.numel() for m, _ in micro)
-    middle = {side: statistics.median(seen) for side, seen in seconds.items()}
-    print(f"{tokens} tokens in {ROWS} rows; {share:.0%} of the padded micro-batches")
+        )
+    tokens, held = sum(lengths), sum(m.tokens.numel() for m, _ in micro)
+    print(f"{tokens} tokens in {ROWS} rows; {tokens / held:.0%} of the padded micro-batches")
     for side, s in middle.items():
         print(f"{side:20} {tokens / s:8.0f} tokens/s")
-    ours_s = middle["minirl, padded"]
     for side in ("bare torch, padded", "bare torch, packed"):
-        print(f"minirl / ({side}) = {middle[side] / ours_s:.2f} of its speed")
+        print(f"minirl / ({side}) = {middle[side] / middle['minirl, padded']:.2f} of its speed")
 
 
 if __name__ == "__main__":
