@@ -460,9 +460,11 @@ def test_weights_reloaded_layer_by_layer_are_the_same_weights(opened, folders, n
     )
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     asked = requests(8)
-    for seed in (8, 9):
+    for seed in (8, 9, 10):
         move(model, seed)
-        opened["vllm", name].load_(exported(model), seed)
+        # The last time, a tied head is given twice.
+        weights = exported(model) if seed < 10 else model.state_dict().items()
+        opened["vllm", name].load_(weights, seed)
         assert tokens_of(opened["vllm", name], asked, GREEDY) == greedy(model, asked, 8)
 
 

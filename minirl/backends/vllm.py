@@ -10,8 +10,8 @@ are handed over as tensors. The facts that shape this module hold for vLLM 0.30:
   CPU, `torch.accelerator.synchronize` and `empty_cache` stay replaced: the engine needs that.)
 - Cached prefixes survive new weights unless they are reset.
 - On a CPU it packs linear weights into handles and drops the originals; see `_keep_weights`.
-- A model folder's generation_config.json adds end tokens; it is ignored, so that a completion
-  ends only where `Sampling` says.
+- It adds the end tokens of the tokenizer and of generation_config.json, unless it ignores the end
+  token: then a completion ends only where `Sampling` says.
 
 All ids of the model's vocabulary may be sampled, also those above the tokenizer's size: masking
 them here and not in the trainer would part the two log-probs by the log of the masked mass.
@@ -49,7 +49,7 @@ _OWNED = {
     "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
     "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
     "logprobs_mode": "nothing: the trainer needs processed log-probs",
-    "generation_config": "nothing: stop tokens come from policy.generation",
+    "generation_config": "nothing: what policy.generation says is all",
     "distributed_executor_backend": "nothing: every rank drives its own engine",
 }
 """Arguments of `vllm.LLM` that `vllm_kwargs` may not set, and the keys that do."""
@@ -136,7 +136,6 @@ def _build(cfg: GenerationConfig, model_path: str, tokenizer: str) -> Any:
         "gpu_memory_utilization": cfg.vllm_cfg.gpu_memory_utilization,
         "enforce_eager": cfg.vllm_cfg.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",
         "seed": 0,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -218,9 +217,8 @@ def _translate(requests: Sequence[Request], sampling: Sampling) -> tuple[list[An
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # the tokenizer's end token counts only if it is in stop_token_ids
+        ignore_eos=True,
         stop=list(sampling.stop_strings),
-        include_stop_str_in_output=True,
         detokenize=bool(sampling.stop_strings),
         skip_special_tokens=False,
         logprobs=0,
@@ -313,13 +311,8 @@ def _load_(llm: Any, weights: Iterable[tuple[str, Tensor]], *, in_place: bool) -
             f"{config.model!r}: on a CPU, vLLM 0.30 takes new weights only of dense, unquantised "
             "attention models; set policy.generation.backend=hf"
         )
-    tied = bool(config.hf_text_config.tie_word_embeddings)
     # Layer by layer, tensors are kept until their layer is complete, so they must be copies.
-    ready = (
-        (name, tensor.detach().to(config.dtype, copy=not in_place))
-        for name, tensor in weights
-        if not (tied and name == HEAD)
-    )
+    ready = ((n, t.detach().to(config.dtype, copy=not in_place)) for n, t in weights)
 
     def replace(model: Any) -> None:
         if not in_place:
