@@ -213,9 +213,17 @@ def _average(
     eq. 3; Liu et al. 2025 (Dr. GRPO), arXiv:2503.20783, section 3.2.
     """
     num_tokens, num_sequences = counts
-    if cfg.normalization_length is not None:
-        return kept_mean(x, kept, num_sequences * cfg.normalization_length)
-    if cfg.token_level_loss:
+    match cfg.normalization:
+        case "dr_grpo":
+            assert cfg.normalization_length is not None
+            return kept_mean(x, kept, num_sequences * cfg.normalization_length)
+        case "dapo" | "bnpo":
+            by_token = True
+        case "grpo":
+            by_token = False
+        case None:
+            by_token = cfg.token_level_loss
+    if by_token:
         return kept_mean(x, kept, num_tokens)
     return row_mean(x, kept).sum() / denominator(num_sequences, x.dtype)
 

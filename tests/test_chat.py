@@ -178,6 +178,11 @@ def test_sampled_text_is_rendered_as_it_is_without_special_tokens(texts):
     assert decode(tokenizer, [spell(tokenizer, text + "<|end|>") for text in texts]) == texts
 
 
+def test_a_space_before_punctuation_stays():
+    tokenizer = ALL[7][0]
+    assert decode(tokenizer, [spell(tokenizer, "I do n't , he 's .")]) == ["I do n't , he 's ."]
+
+
 def test_a_token_outside_the_vocabulary_has_no_text():
     tokenizer = ALL[0][0]
     assert decode(tokenizer, [[*spell(tokenizer, "sun"), 5000]]) == ["sun"]

@@ -312,6 +312,8 @@ def test_duplicates_are_left_out_and_counted_when_asked(tmp_path):
     assert ids(load(train).train) == [0, 1, 2, 3]
     parts = load({**train, "deduplicate": True})
     assert (ids(parts.train), parts.num_duplicates) == ([0, 2], 2)
+    both = load({**train, "deduplicate": True}, validation={**train, "deduplicate": True})
+    assert both.num_duplicates == 4
 
 
 def test_training_inputs_among_a_validation_set_are_counted(tmp_path):

@@ -42,17 +42,21 @@ Shape: TypeAlias = tuple[int, ...]
 HEAD = "lm_head.weight"
 
 _OWNED = {
-    "model": "policy.model_name",
-    "tokenizer": "policy.tokenizer.name",
-    "dtype": "policy.generation.vllm_cfg.precision",
-    "max_model_len": "policy.generation.vllm_cfg.max_model_len",
-    "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
-    "logprobs_mode": "nothing: the trainer needs processed log-probs",
-    "generation_config": "nothing: what policy.generation says is all",
-    "distributed_executor_backend": "nothing: every rank drives its own engine",
+    "model": "set policy.model_name",
+    "tokenizer": "set policy.tokenizer.name",
+    "dtype": "set policy.generation.vllm_cfg.precision",
+    "max_model_len": "set policy.generation.vllm_cfg.max_model_len",
+    "gpu_memory_utilization": "set policy.generation.vllm_cfg.gpu_memory_utilization",
+    "enforce_eager": "set policy.generation.vllm_cfg.enforce_eager",
+    "logprobs_mode": "the trainer needs processed log-probs",
+    "generation_config": "what policy.generation says is all",
+    "seed": "every sample has its own, from grpo.seed",
+    "distributed_executor_backend": "every rank drives its own engine",
+    "tensor_parallel_size": "every rank drives its own engine",
+    "pipeline_parallel_size": "every rank drives its own engine",
+    "data_parallel_size": "every rank drives its own engine",
 }
-"""Arguments of `vllm.LLM` that `vllm_kwargs` may not set, and the keys that do."""
+"""Arguments of `vllm.LLM` that `vllm_kwargs` may not set, and why or where else."""
 
 
 def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None = None) -> Engine:
@@ -153,7 +157,8 @@ def _cpu_defaults(cfg: GenerationConfig) -> dict[str, Any]:
 
     A seeded request whose prompt is prefilled in chunks kills the engine there (CPU generators
     have no offset), so chunks are off and every prompt fits one step. An explicit cache size
-    saves the warm-up that measures one. Prefixes are shared in whole blocks; 32 is the smallest.
+    (instead of a share of the memory) saves the warm-up that measures one; `vllm_kwargs` may raise
+    it. Prefixes are shared in whole blocks; 32 is the smallest.
     """
     return {
         "enable_chunked_prefill": False,
@@ -167,11 +172,11 @@ def _check_kwargs(kwargs: Mapping[str, object], known: set[str]) -> None:
     for name in kwargs:
         if name in _OWNED:
             raise ValueError(
-                f"policy.generation.vllm_kwargs.{name}: this argument is set by {_OWNED[name]}"
+                f"policy.generation.vllm_kwargs.{name} may not be set here: {_OWNED[name]}"
             )
         if name not in known:
             raise ValueError(
-                f"policy.generation.vllm_kwargs.{name}: vLLM's EngineArgs has no such argument"
+                f"policy.generation.vllm_kwargs.{name}: vLLM's EngineArgs has no such field"
             )
 
 
@@ -273,7 +278,8 @@ def _checked(
     """Passes `weights` on, and fails if they are not the model's.
 
     vLLM itself fuses weights, and keeps the old part of a fused one that was not given. Buffers,
-    which some checkpoints hold, and the head, which may be tied, are not required.
+    which some checkpoints hold, and the head, which may be tied (then vLLM skips it), are not
+    required.
 
     Raises:
         ValueError: a name is unknown, a shape differs, or a weight was not given.
