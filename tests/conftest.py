@@ -4,6 +4,7 @@ It imports nothing of minirl: jaxtyping's import hook is installed after this fi
 """
 
 import os
+from collections.abc import Iterator
 
 # Before torch is imported here or in a child process.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -27,6 +28,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("minirl")
+
+
+@pytest.fixture(scope="module")
+def solo() -> Iterator[object]:
+    """The axis of a world of one, with its process group."""
+    from minirl.parallel import world
+
+    with world() as axis:
+        yield axis
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A tiny checkpoint of each family."""
+    from models import FAMILIES, save_model
+
+    root = tmp_path_factory.mktemp("models")
+    names: dict[str, str] = {family: save_model(root / family, family) for family in FAMILIES}
+    # Its decoder layers are large enough to be sharded one by one.
+    names["large"] = save_model(root / "large", hidden_size=256, intermediate_size=1400)
+    return names
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -155,9 +155,8 @@ def _shard_(model: Model, mesh: DeviceMesh, precision: str) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     policy = MixedPrecisionPolicy()
-    if precision != "float32":
-        compute = {"bfloat16": torch.bfloat16, "float16": torch.float16}[precision]
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    if precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         if sum(p.numel() for p in layer.parameters()) >= UNIT_PARAMETERS:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
