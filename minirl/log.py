@@ -50,10 +50,11 @@ def metrics_path(run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
-def prepare_run_dir(run_dir: Path, config_yaml: str) -> None:
+def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumes: bool) -> None:
     """Makes the run folder and writes the resolved config into it, on the first rank.
 
-    A `metrics.jsonl` of an earlier run is kept under a numbered name.
+    A run that resumes goes on with its `metrics.jsonl`; that of another run is kept under a
+    numbered name.
 
     Raises:
         ValueError: the folder cannot be made or written.
@@ -69,7 +70,7 @@ def prepare_run_dir(run_dir: Path, config_yaml: str) -> None:
             "name a folder that you may write to"
         ) from error
     old = metrics_path(run_dir)
-    if old.exists():
+    if old.exists() and not resumes:
         taken = len(list(run_dir.glob("metrics-*.jsonl")))
         old.rename(run_dir / f"metrics-{taken + 1}.jsonl")
 

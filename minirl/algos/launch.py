@@ -81,7 +81,7 @@ def run_grpo(run: GrpoRun) -> None:
     with ExitStack() as stack:
         with user_errors():
             inputs = read_inputs(run, launched_size())
-            prepare_run_dir(run_dir, dump(run))
+            prepare_run_dir(run_dir, dump(run), resumes=resumed_from(run) is not None)
             reward = stack.enter_context(open_rewards(run.env, run.data.train))
         axis = stack.enter_context(world())
         score = partial(score_answers, inputs.tokenizer, reward)
@@ -99,6 +99,11 @@ def run_grpo(run: GrpoRun) -> None:
         )
         if axis.rank == 0:
             log.say(learning_curve(metrics_path(run_dir)))
+
+
+def resumed_from(run: GrpoRun) -> Path | None:
+    """The checkpoint that the run goes on from, if there is one."""
+    return latest(Path(run.checkpointing.checkpoint_dir)) if run.checkpointing.enabled else None
 
 
 def num_steps(run: GrpoRun, data: Datasets) -> int:
@@ -124,7 +129,7 @@ def open_parts(
         key_of(run.grpo.seed),
         with_reference=grpo.needs_reference(run.loss_fn),
     )
-    folder = latest(Path(run.checkpointing.checkpoint_dir)) if run.checkpointing.enabled else None
+    folder = resumed_from(run)
     if folder is not None:
         state = load_(backend, state, folder)
     engine = open_engine(run.policy)
