@@ -4,116 +4,51 @@ One engine per kind and model serves the whole module; a test that needs given w
 first. Prompts are longer than two blocks of vLLM's cache, so that a stale prefix would show.
 """
 
-import json
-import os
-import re
-import string
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
-from models import save_model
+from engines import (
+    DRAWN,
+    GREEDY,
+    MAX_MODEL_LEN,
+    NUM_CHARACTERS,
+    VOCABULARY,
+    Case,
+    Engines,
+    exported,
+    greedy,
+    move,
+    prompts,
+    requests,
+    save_models,
+    tokens_of,
+)
 
-from minirl.backends import hf_generate, vllm
-from minirl.config import GenerationConfig, VllmConfig
-from minirl.engine import Engine, Request, Sampling, check_logprobs
+from minirl.backends import vllm
+from minirl.engine import Request, Sampling, check_logprobs
 from minirl.parallel import world
 from minirl.rng import fold_in, key_of
 from minirl.rollout import collate, rollout
 from minirl.types import Prompt
 
-VOCABULARY, NUM_CHARACTERS, MAX_MODEL_LEN = 128, 97, 224
-GREEDY = Sampling(temperature=0.0, max_tokens=8, stop_token_ids=())
-DRAWN = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
-
-
-class Case(NamedTuple):
-    """An engine, and the trainer's model with the weights that its checkpoint has."""
-
-    kind: str
-    engine: Engine
-    model: Any
-    tokenizer: Any
-
-
-def save_tokenizer(folder: Path) -> None:
-    """One token a character: ids 0 to 96. Ids above are the model's alone."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "<end>"]
-    letters = list(string.printable[: NUM_CHARACTERS - len(special)])
-    ids = {token: i for i, token in enumerate(special + letters)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>"
-    ).save_pretrained(folder)
-
-
-def config(**fields: Any) -> GenerationConfig:
-    return GenerationConfig(
-        max_new_tokens=8,
-        vllm_cfg=VllmConfig(precision="float32", max_model_len=MAX_MODEL_LEN, enforce_eager=True),
-        **fields,
-    )
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A tied and an untied model."""
-    made = {}
-    for name in ("qwen3", "llama"):
-        folder = tmp_path_factory.mktemp(name)
-        save_model(
-            folder,
-            name,
-            vocab=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            head_dim=32,
-            max_position_embeddings=256,
-        )
-        save_tokenizer(folder)
-        # An engine that honours this ends almost at once; `Sampling` alone decides.
-        hostile = {"eos_token_id": list(range(2, 120)), "max_new_tokens": 2, "top_k": 1}
-        (folder / "generation_config.json").write_text(json.dumps(hostile))
-        made[name] = folder
-    return made
+    return save_models(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
-def opened(folders: dict[str, Path]) -> Iterator[dict[tuple[str, str], Engine]]:
+def opened(folders: dict[str, Path]) -> Iterator[Engines]:
     """Engines by kind and model, opened when first asked for, closed last of all."""
     with ExitStack() as stack:
         stack.enter_context(world())
         engines = Engines(folders)
         stack.callback(engines.close)
         yield engines
-
-
-class Engines(dict[tuple[str, str], Engine]):
-    def __init__(self, folders: dict[str, Path]):
-        super().__init__()
-        self.folders = folders
-
-    def __missing__(self, key: tuple[str, str]) -> Engine:
-        kind, name = key
-        module = {"vllm": vllm, "hf": hf_generate}[kind]
-        self[key] = module.open_engine(config(), str(self.folders[name]))
-        return self[key]
-
-    def close(self) -> None:
-        while self:
-            self.popitem()[1].close()
 
 
 @pytest.fixture(
@@ -132,48 +67,6 @@ def case(request, opened, folders) -> Case:
     model = AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)
     engine.load_(model.named_parameters(), 0)
     return Case(kind, engine, model, AutoTokenizer.from_pretrained(folders[name]))
-
-
-def prompts(count: int, length: int, seed: int = 0) -> list[tuple[int, ...]]:
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.randint(2, VOCABULARY, (count, length), generator=generator)
-    return [tuple(row) for row in draws.tolist()]
-
-
-def requests(count: int, length: int = 70) -> list[Request]:
-    return [
-        Request(tokens, fold_in(key_of(0), i)) for i, tokens in enumerate(prompts(count, length))
-    ]
-
-
-@torch.no_grad()
-def move(model: Any, seed: int) -> None:
-    """An optimizer step, as far as an engine can tell."""
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
-def exported(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights as a backend may export them: a tensor is valid until the next one."""
-    room = torch.empty(max(p.numel() for p in model.parameters()))
-    for name, parameter in model.named_parameters():
-        room.fill_(float("nan"))
-        yield name, room[: parameter.numel()].view(parameter.shape).copy_(parameter.detach())
-
-
-@torch.no_grad()
-def greedy(model: Any, asked: list[Request], num_tokens: int) -> list[tuple[int, ...]]:
-    """Every token from a full recompute."""
-    rows = torch.tensor([r.tokens for r in asked])
-    start = rows.shape[1]
-    for _ in range(num_tokens):
-        rows = torch.cat([rows, model(rows).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return [tuple(row) for row in rows[:, start:].tolist()]
-
-
-def tokens_of(engine: Engine, asked: list[Request], sampling: Sampling) -> list[tuple[int, ...]]:
-    return [c.tokens for c in engine.generate(asked, sampling)]
 
 
 # field failures 67, 68
@@ -445,9 +338,6 @@ def test_a_logprob_that_is_none_names_its_request(bad):
         check_logprobs(7, [-0.5], 2)
 
 
-# --- vLLM alone -------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_weights_reloaded_layer_by_layer_are_the_same_weights(opened, folders, name, monkeypatch):
@@ -472,142 +362,3 @@ def test_weights_reloaded_layer_by_layer_are_the_same_weights(opened, folders, n
 def test_a_temperature_that_vllm_would_raise_is_refused(opened):
     with pytest.raises(ValueError, match=r"temperature 0\.001"):
         opened["vllm", "qwen3"].generate(requests(1), DRAWN._replace(temperature=0.001))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dtype", "tensor_parallel_size", "max_num_seq"])
-def test_vllm_kwargs_that_would_be_ignored_are_refused(folders, name):
-    with pytest.raises(ValueError, match=rf"policy\.generation\.vllm_kwargs\.{name}\b"):
-        vllm.open_engine(config(vllm_kwargs={name: 3}), str(folders["qwen3"]))
-
-
-def test_the_trainers_process_group_must_exist_first(monkeypatch, folders):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    with pytest.raises(ValueError, match="WORLD_SIZE is 2 but no process group exists"):
-        vllm.open_engine(config(), str(folders["qwen3"]))
-
-
-RANKS_SCRIPT = """
-import os, random, sys
-import torch, torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from minirl.backends import hf_generate, vllm
-from minirl.config import GenerationConfig, VllmConfig
-from minirl.engine import Sampling
-from minirl.parallel import gather, world
-from minirl.rng import key_of
-from minirl.rollout import rollout
-from minirl.types import Prompt
-
-cfg = GenerationConfig(
-    max_new_tokens=8,
-    vllm_cfg=VllmConfig(precision="float32", max_model_len=128, enforce_eager=True),
-)
-sampling = Sampling(1.0, 8, (1,))
-with world(60.0) as axis:
-    trainers = dist.new_group([0, 1])
-    before = dict(os.environ), random.getstate()
-    engine = vllm.open_engine(cfg, sys.argv[1])
-    assert (dict(os.environ), random.getstate()) == before
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-    oracle = hf_generate.open_engine(cfg, sys.argv[1])
-    prompts = [Prompt(i, tuple(range(2 + i, 72 + i)), {}) for i in range(4)]
-    noise = torch.Generator().manual_seed(0)
-    for version in range(3):
-        ask = dict(num_generations=2, key=key_of(0), step=version)
-        mine = prompts[2 * axis.rank : 2 * axis.rank + 2]
-        got = gather(rollout(engine, mine, sampling, first_group=2 * axis.rank, **ask), axis)
-        want = rollout(oracle, prompts, sampling, first_group=0, **ask)
-        assert [t.tokens for t in got] == [t.tokens for t in want], version
-        assert {t.version for t in got} == {version}
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.05 * torch.randn(p.shape, generator=noise))
-        dist.barrier(group=trainers)
-        engine.load_(model.named_parameters(), version + 1)
-        oracle.load_(model.named_parameters(), version + 1)
-    engine.close()
-print("rank", axis.rank, "finished")
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_sample_refit_twice_and_end_cleanly(folders, tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS_SCRIPT)
-    done = run_python(
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(script), str(folders["qwen3"])),
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"rank \d finished", done.stdout)) == [
-        "rank 0 finished",
-        "rank 1 finished",
-    ]
-    assert "Traceback" not in done.stderr, done.stderr
-
-
-@pytest.mark.slow
-def test_an_engine_leaves_no_trace_and_can_follow_another(opened, folders):
-    opened.close()
-    compiled: list[Any] = []
-
-    def backend(module: Any, inputs: Any) -> Any:
-        compiled.append(inputs)
-        return module.forward
-
-    with world():
-        before = dict(os.environ), torch.set_num_threads, torch.get_rng_state()
-        cfg = config(vllm_kwargs={"max_num_seqs": 3})
-        cfg = msgspec.structs.replace(
-            cfg, vllm_cfg=msgspec.structs.replace(cfg.vllm_cfg, precision="bfloat16")
-        )
-        engine = vllm.open_engine(cfg, str(folders["llama"]))
-        answers = engine.generate(requests(7), DRAWN)
-        assert len({a.tokens for a in answers}) == 7
-        assert (dict(os.environ), torch.set_num_threads) == before[:2]
-        assert torch.equal(torch.get_rng_state(), before[2])
-        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
-        assert len(compiled) == 1  # the trainer may compile, though the engine does not
-        engine.close()
-
-
-@pytest.mark.slow
-def test_weights_that_a_cpu_engine_would_take_wrongly_are_refused(opened, tmp_path):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_experts=2,
-            num_experts_per_tok=1,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-        )
-    )
-    model.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    opened.close()
-    with world():
-        engine = vllm.open_engine(config(), str(tmp_path))
-        with pytest.raises(ValueError, match=r"policy\.generation\.backend=hf"):
-            engine.load_(model.named_parameters(), 1)
-        engine.close()
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    root = Path(__file__).parents[1]
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )

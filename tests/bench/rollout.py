@@ -15,8 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from engines import save_tokenizer
 from models import save_model
-from test_engine_contract import save_tokenizer
 
 from minirl.backends import vllm
 from minirl.config import GenerationConfig, VllmConfig
