@@ -69,8 +69,8 @@ def byte_tokenizer(habit: Habit, template: str | None = TURNS) -> PreTrainedToke
 
 def word_tokenizer(habit: Habit, template: str | None = TURNS) -> PreTrainedTokenizerFast:
     """One token a character of ASCII; anything else is unknown."""
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, "?", *map(chr, range(32, 127))])}
-    core = Tokenizer(models.WordLevel({"?": 6} | vocabulary, unk_token="?"))
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *map(chr, range(32, 127))])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.decoder = decoders.Fuse()
     return _finish(core, habit, template)

@@ -22,8 +22,8 @@ SPELL = {"min_word_len": 3, "max_word_len": 6, "size": 20000, "seed": 1}
 def letters() -> PreTrainedTokenizerFast:
     """One token a character of ASCII, and a template that shows every role."""
     special = ["<|end|>", "<|user|>", "<|system|>", "<|assistant|>"]
-    vocabulary = {token: i for i, token in enumerate([*special, "?", *map(chr, range(32, 127))])}
-    core = Tokenizer(models.WordLevel({**vocabulary, "?": 4}, unk_token="?"))
+    vocabulary = {token: i for i, token in enumerate([*special, *map(chr, range(32, 127))])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
