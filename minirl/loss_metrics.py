@@ -6,6 +6,7 @@ the mask as 0 and 1.
 """
 
 import math
+from functools import reduce
 
 import torch
 
@@ -21,11 +22,11 @@ from minirl.reduce import (
     denominator,
     exponent_bound,
     extremes,
+    infinite_outside,
     is_positive,
     kept_mean,
-    kept_sum,
 )
-from minirl.types import SampleWeights, TokenLogProbs, TokenMask, TokenWeights
+from minirl.types import SampleWeights, Scalar, TokenLogProbs, TokenMask, TokenWeights
 
 
 def mismatch_metrics(
@@ -56,12 +57,13 @@ def surrogate_metrics(
     surrogate: Surrogate, mask: TokenMask, kept: TokenWeights, num_tokens: Count
 ) -> Metrics:
     """Ratios before and after clipping, their extremes, and the share of tokens at each bound."""
+    outside = infinite_outside(mask)
     metrics: Metrics = {}
     for name, ratio in (
         ("probs_ratio", surrogate.ratio.detach()),
         ("probs_ratio_clamped", surrogate.bounded.detach()),
     ):
-        smallest, largest = extremes(ratio, mask)
+        smallest, largest = extremes(ratio, outside)
         metrics[name] = Sum(kept_mean(ratio, kept, num_tokens))
         metrics |= {f"{name}_min": Min(smallest), f"{name}_max": Max(largest)}
     return metrics | {
@@ -106,20 +108,17 @@ def weight_metrics(
     return metrics
 
 
-def policy_metrics(
-    logprobs: TokenLogProbs, generation: TokenLogProbs, kept: TokenWeights, num_tokens: Count
-) -> Metrics:
-    """`approx_entropy`: minus the mean of exp(logprobs - generation) logprobs.
+def approximate_entropy(
+    logprobs: TokenLogProbs, moved: TokenLogProbs, kept: TokenWeights, num_tokens: Count
+) -> Scalar:
+    """Minus the mean of exp(logprobs - generation) logprobs; `moved` is that difference.
 
     An importance-weighted estimate from sampled tokens. The exact entropy is `entropy`.
     """
-    weighted = bounded_exp(logprobs - generation) * logprobs
-    return {"approx_entropy": Sum(-kept_mean(weighted, kept, num_tokens))}
+    return -kept_mean(bounded_exp(moved) * logprobs, kept, num_tokens)
 
 
-def overflow_tokens(*log_ratios: TokenLogProbs, kept: TokenWeights) -> Sum:
+def overflow_tokens(*log_ratios: TokenLogProbs) -> Scalar:
     """How many tokens have a log-ratio so large that `bounded_exp` stood in for it."""
-    largest = log_ratios[0]
-    for log_ratio in log_ratios[1:]:
-        largest = torch.maximum(largest, log_ratio)
-    return Sum(kept_sum(is_positive(largest - exponent_bound(largest.dtype)), kept))
+    largest = reduce(torch.maximum, log_ratios)
+    return is_positive(largest - exponent_bound(largest.dtype)).sum()

@@ -20,9 +20,9 @@ from torch import Tensor
 from minirl.kl import kl_term
 from minirl.loss_config import LossConfig
 from minirl.loss_metrics import (
+    approximate_entropy,
     mismatch_metrics,
     overflow_tokens,
-    policy_metrics,
     surrogate_metrics,
     weight_metrics,
 )
@@ -75,6 +75,8 @@ class _Selected(NamedTuple):
     logprobs: TokenLogProbs
     prev: TokenLogProbs
     generation: TokenLogProbs
+    gap: TokenLogProbs
+    """prev - generation"""
     reference: TokenLogProbs | None
     advantages: TokenWeights
     mask: TokenMask
@@ -105,7 +107,7 @@ def policy_loss(
     counts = (num_tokens, num_sequences)
     surrogate = _surrogate(x, cfg)
     correction = correction_of(cfg)
-    weights = importance_weights(x.prev - x.generation, x.kept, correction)
+    weights = importance_weights(x.gap, x.kept, correction)
     per_token = surrogate.loss
     if cfg.use_importance_sampling_correction:
         per_token = weights.applied * per_token
@@ -252,15 +254,14 @@ def _metrics(
     x: _Selected, surrogate: Surrogate, cfg: LossConfig, counts: tuple[Count, Count]
 ) -> Metrics:
     num_tokens = counts[0]
-    logprobs = x.logprobs.detach()
-    gap = x.prev - x.generation
-    metrics = mismatch_metrics(gap, x.kept, cfg.reference_policy_kl_type, num_tokens)
+    update = x.logprobs.detach() - x.prev
+    moved = update + x.gap
+    entropy = approximate_entropy(x.logprobs.detach(), moved, x.kept, num_tokens)
+    metrics = mismatch_metrics(x.gap, x.kept, cfg.reference_policy_kl_type, num_tokens)
     metrics |= surrogate_metrics(surrogate, x.mask, x.kept, num_tokens)
-    metrics |= policy_metrics(logprobs, x.generation, x.kept, num_tokens)
+    metrics["approx_entropy"] = Sum(entropy)
     metrics["num_valid_samples"] = Sum(x.kept_samples.sum())
-    metrics["overflow_tokens"] = overflow_tokens(
-        logprobs - x.prev, gap.abs(), logprobs - x.generation, kept=x.kept
-    )
+    metrics["overflow_tokens"] = Sum(overflow_tokens(update, x.gap.abs(), moved))
     if x.entropy is not None:
         metrics["entropy"] = Sum(kept_mean(x.entropy, x.kept, num_tokens))
     return metrics
@@ -279,11 +280,13 @@ def _select(inputs: PolicyLossInputs, cfg: LossConfig) -> _Selected:
     def constant(x: Tensor) -> Tensor:
         return chosen(x.detach())
 
-    logprobs = chosen(inputs.logprobs)
+    logprobs, generation = chosen(inputs.logprobs), constant(inputs.generation_logprobs)
+    prev = logprobs.detach() if cfg.force_on_policy_ratio else constant(inputs.prev_logprobs)
     return _Selected(
         logprobs=logprobs,
-        prev=logprobs.detach() if cfg.force_on_policy_ratio else constant(inputs.prev_logprobs),
-        generation=constant(inputs.generation_logprobs),
+        prev=prev,
+        generation=generation,
+        gap=prev - generation,
         reference=(
             constant(inputs.reference_logprobs)
             if inputs.reference_logprobs is not None and _has_kl_term(cfg)

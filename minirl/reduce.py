@@ -60,9 +60,13 @@ def row_mean(x: TokenWeights, kept: TokenWeights) -> SampleWeights:
     return (x * kept).sum(-1) / (kept.sum(-1) + EPSILON)
 
 
-def extremes(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Scalar, Scalar]:
-    """Smallest and largest value where the mask is true; +inf and -inf when there is none."""
-    outside = torch.where(mask, 0.0, math.inf)
+def infinite_outside(mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """0 where the mask is true, else infinity."""
+    return torch.where(mask, 0.0, math.inf)
+
+
+def extremes(x: Float[Tensor, "*shape"], outside: Float[Tensor, "*shape"]) -> tuple[Scalar, Scalar]:
+    """Smallest and largest value where `infinite_outside` is 0; +inf and -inf if that is nowhere."""
     return (x + outside).amin(), (x - outside).amax()
 
 

@@ -107,3 +107,12 @@ def test_a_gap_beyond_k3s_own_bound_has_no_gradient():
     kl.sum().backward()
     assert c.grad is not None
     assert c.grad.item() == 0.0
+
+
+def test_the_weight_and_the_reference_have_no_gradient():
+    c, reference, weight = (torch.full((1, 1), x, requires_grad=True) for x in (-1.0, -0.5, 2.0))
+    kl = kl_term(c, reference, weight, kind="k3", input_clamp=None, output_clamp=None)
+    kl.sum().backward()
+    assert c.grad is not None
+    assert reference.grad is None
+    assert weight.grad is None

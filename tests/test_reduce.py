@@ -11,6 +11,7 @@ from minirl.reduce import (
     denominator,
     exponent_bound,
     extremes,
+    infinite_outside,
     is_positive,
     kept_mean,
     kept_sum,
@@ -37,8 +38,9 @@ def test_sums_means_and_extremes_equal_loops(rows: list[list[float]], bits: int,
     assert kept_sum(x, kept).item() == pytest.approx(math.fsum(seen), abs=1e-9)
     mean = math.fsum(seen) / (count + 1e-8)
     assert kept_mean(x, kept, count).item() == pytest.approx(mean, abs=1e-9, rel=1e-9)
-    assert extremes(x, mask)[0].item() == min(seen, default=math.inf)
-    assert extremes(x, mask)[1].item() == max(seen, default=-math.inf)
+    smallest, largest = extremes(x, infinite_outside(mask))
+    assert smallest.item() == min(seen, default=math.inf)
+    assert largest.item() == max(seen, default=-math.inf)
     each = [
         math.fsum(row[marks].tolist()) / (int(marks.sum()) + 1e-8)
         for row, marks in zip(x, mask, strict=True)
@@ -112,7 +114,8 @@ def test_whiten_has_unit_unbiased_variance_and_standardize_unit_biased_variance(
 
 @pytest.mark.parametrize("function", [standardize, whiten])
 @pytest.mark.parametrize("count", [0, 1])
-def test_one_value_or_none_is_moved_to_zero(function, count: int):
+@pytest.mark.parametrize("value", [3.0, 0.0])
+def test_one_value_or_none_is_moved_to_zero(function, count: int, value: float):
     mask = torch.tensor([[count > 0, False]])
-    found = function(torch.tensor([[3.0, math.nan]]), mask)
+    found = function(torch.tensor([[value, math.nan]]), mask)
     torch.testing.assert_close(found, torch.zeros(1, 2), atol=1e-3, rtol=0)

@@ -19,7 +19,7 @@ from minirl.backends import open_backend, open_engine
 from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
-from minirl.data import Datasets, load_datasets
+from minirl.data import Datasets, draw, load_datasets
 from minirl.engine import Sampling
 from minirl.hf import check_model, end_token_ids
 from minirl.loader import dump
@@ -167,7 +167,8 @@ def validate(
 ) -> dict[str, float]:
     """Accuracy on the held-out prompts, as trained and (if asked) greedily. Collective."""
     assert inputs.data.validation is not None
-    prompts = inputs.data.validation.prompts[: run.grpo.max_val_samples]
+    held_out = inputs.data.validation
+    prompts, _ = draw(held_out, 0, min(run.grpo.max_val_samples, len(held_out.prompts)))
     key = fold_in(state.key, "validation", state.step)
     names = {"val/accuracy": inputs.sampling}
     if run.grpo.val_greedy:

@@ -42,8 +42,10 @@ def open_engine(cfg: PolicyConfig) -> Engine:
         case "vllm":
             from minirl.backends import vllm
 
-            return vllm.open_engine(cfg.generation, cfg.model_name)
+            return vllm.open_engine(cfg.generation, cfg.model_name, tokenizer=cfg.tokenizer.name)
         case "hf":
             from minirl.backends import hf_generate
 
-            return hf_generate.open_engine(cfg.generation, cfg.model_name)
+            return hf_generate.open_engine(
+                cfg.generation, cfg.model_name, tokenizer=cfg.tokenizer.name
+            )
