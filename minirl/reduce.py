@@ -66,7 +66,7 @@ def infinite_outside(mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def extremes(x: Float[Tensor, "*shape"], outside: Float[Tensor, "*shape"]) -> tuple[Scalar, Scalar]:
-    """Smallest and largest value where `infinite_outside` is 0; +inf and -inf if that is nowhere."""
+    """Smallest and largest value where `infinite_outside` is 0; +inf and -inf if nowhere."""
     return (x + outside).amin(), (x - outside).amax()
 
 
