@@ -65,6 +65,11 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
             f"num_generations_per_prompt is 1, but adv_estimator.name {name} subtracts the mean of "
             "the group: every advantage would be 0; use at least 2, or raw_reward",
         )
+        refuse(
+            name == "gdpo" and (self.reward_scaling.enabled or self.reward_shaping.enabled),
+            "adv_estimator.name gdpo judges every part of the reward on its own; reward_scaling "
+            "and reward_shaping act on the sum, which it does not read; disable them",
+        )
         _check_dynamic_sampling(self)
         low, high = self.advantage_clip_low, self.advantage_clip_high
         refuse(
@@ -248,6 +253,11 @@ class GrpoRun(Section, frozen=True, kw_only=True):
             grpo.val_greedy and not wanted,
             "grpo.val_greedy has no effect without val_period, val_at_start or val_at_end; set one",
         )
+        refuse(
+            self.logger.num_val_samples_to_print > 0 and not wanted,
+            f"logger.num_val_samples_to_print {self.logger.num_val_samples_to_print} has no effect "
+            "without grpo.val_period, val_at_start or val_at_end; set one, or it to 0",
+        )
 
 
 def check_launch(run: GrpoRun, num_ranks: int) -> None:
@@ -360,6 +370,12 @@ def _check_loss(run: GrpoRun) -> None:
         "loss_fn.use_kl_in_reward moves the KL term into the advantages, but "
         f"grpo.adv_estimator.name {estimator} leaves it out; set it to false or use "
         "reinforce_plus_plus",
+    )
+    env = run.data.train.env_name
+    refuse(
+        estimator == "gdpo" and env in ("math", "reasoning_gym"),
+        f"grpo.adv_estimator.name is gdpo, but data.train.env_name {env} gives one reward; name a "
+        "function that returns several by name, as package.module:function, or use grpo",
     )
     samples = run.grpo.num_prompts_per_step * run.grpo.num_generations_per_prompt
     batch = run.policy.train_global_batch_size

@@ -88,6 +88,16 @@ def refuse_inert(cfg: LossConfig) -> None:
         ValueError: naming the key without effect, and why.
     """
     no_penalty = cfg.reference_policy_kl_penalty == 0
+    unbounded = [
+        name
+        for name, value in {
+            "force_on_policy_ratio": cfg.force_on_policy_ratio,
+            "disable_ppo_ratio": cfg.disable_ppo_ratio,
+            f"policy_loss_type {cfg.policy_loss_type}": cfg.policy_loss_type
+            in ("sapo", "dppo_tv", "dppo_kl"),
+        }.items()
+        if value
+    ]
     _refuse(
         cfg.disable_ppo_ratio and cfg.force_on_policy_ratio,
         "disable_ppo_ratio has no effect with force_on_policy_ratio, which sets the ratio; set one",
@@ -95,6 +105,17 @@ def refuse_inert(cfg: LossConfig) -> None:
     _refuse(
         cfg.ratio_clip_c is not None and (cfg.disable_ppo_ratio or cfg.force_on_policy_ratio),
         f"ratio_clip_c {cfg.ratio_clip_c} has no effect without a ratio that moves; set it to null",
+    )
+    _refuse(
+        bool(unbounded) and (cfg.ratio_clip_min, cfg.ratio_clip_max) != (0.2, 0.2),
+        f"ratio_clip_min {cfg.ratio_clip_min} and ratio_clip_max {cfg.ratio_clip_max} have no"
+        f" effect with {', '.join(unbounded)}, which clips no ratio; remove them",
+    )
+    _refuse(
+        no_penalty and (cfg.kl_input_clamp_value, cfg.kl_output_clamp_value) != (20.0, 10.0),
+        f"kl_input_clamp_value {cfg.kl_input_clamp_value} and kl_output_clamp_value"
+        f" {cfg.kl_output_clamp_value} have no effect with reference_policy_kl_penalty 0;"
+        " remove them or set the penalty",
     )
     _refuse(
         cfg.use_kl_in_reward and no_penalty,
@@ -262,6 +283,14 @@ class AdvEstimatorConfig(Section, frozen=True):
         _refuse(
             not self.normalize_advantages and self.name not in ("gae", "raw_reward"),
             f"normalize_advantages is read by gae and raw_reward, not by {self.name}; remove it",
+        )
+        _refuse(
+            not self.normalize_rewards and self.name not in ("grpo", "gdpo"),
+            f"normalize_rewards is read by grpo and gdpo, not by {self.name}; remove it",
+        )
+        _refuse(
+            not self.minus_baseline and self.name != "reinforce_plus_plus",
+            f"minus_baseline is read by reinforce_plus_plus alone, not by {self.name}; remove it",
         )
         _refuse(
             self.length_adaptive_alpha > 0 and self.gae_lambda_policy is not None,

@@ -22,7 +22,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sequence_level_importance_ratios": True,
         "token_level_loss": False,
     },
+    "reinforce dual": {"disable_ppo_ratio": True, "ratio_clip_c": 1.5},
     "on policy": {"force_on_policy_ratio": True},
+    "on policy gspo weights": {
+        "force_on_policy_ratio": True,
+        "sequence_level_importance_ratios": True,
+        "token_level_loss": False,
+    },
+    "on policy reinforce": {"force_on_policy_ratio": True, "disable_ppo_ratio": True},
+    "on policy dual": {"force_on_policy_ratio": True, "ratio_clip_c": 1.5},
     "gspo": {"sequence_level_importance_ratios": True, "token_level_loss": False},
     "gspo dual": {
         "sequence_level_importance_ratios": True,

@@ -13,8 +13,14 @@ from tree import ROOT
 from minirl.config import GrpoRun, check_launch
 from minirl.loader import load
 
-RECIPES = sorted((ROOT / "bin" / "recipes").glob("grpo*.yaml"))
+RECIPES = sorted((ROOT / "bin" / "recipes").glob("*.yaml"))
 GPU_RECIPE = ROOT / "bin" / "recipes" / "grpo_math_1b.yaml"
+
+GYM = (
+    "{dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}, "
+    "split_validation_size: 0.1}"
+)
+GDPO = ["grpo.adv_estimator.name=gdpo", "data.train.env_name=my.rewards:parts"]
 
 RULES: list[tuple[list[str], list[str]]] = [
     (
@@ -122,6 +128,28 @@ RULES: list[tuple[list[str], list[str]]] = [
         ["val_at_start True", "nothing to validate on"],
     ),
     (["grpo.val_period=0", "grpo.val_greedy=true"], ["grpo.val_greedy has no effect"]),
+    (
+        ["grpo.val_period=0", "logger.num_val_samples_to_print=2"],
+        ["logger.num_val_samples_to_print 2 has no effect", "set one, or it to 0"],
+    ),
+    (
+        ["grpo.adv_estimator.name=gdpo"],
+        ["grpo.adv_estimator.name is gdpo", "env_name math gives one reward", "several by name"],
+    ),
+    (
+        ["grpo.adv_estimator.name=gdpo", f"data.train={GYM}"],
+        ["env_name reasoning_gym gives one reward"],
+    ),
+    (
+        [*GDPO, "grpo.reward_scaling.enabled=true"],
+        ["grpo: adv_estimator.name gdpo judges", "and reward_shaping act on the sum"],
+    ),
+    ([*GDPO, "grpo.reward_shaping.enabled=true"], ["which it does not read; disable them"]),
+    (["grpo.adv_estimator.minus_baseline=false"], ["minus_baseline is read by reinforce_plus"]),
+    (
+        ["loss_fn.disable_ppo_ratio=true", "loss_fn.ratio_clip_max=0.28"],
+        ["loss_fn: ratio_clip_min 0.2 and ratio_clip_max 0.28 have no effect"],
+    ),
     (["loss_fn.use_kl_in_reward=true"], ["grpo.adv_estimator.name grpo leaves it out"]),
     (
         ["loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0"],
@@ -158,6 +186,8 @@ ONE_EACH = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size
         ["data.train={data_path: a.parquet}", "data.validation={dataset_name: a/b, split: test}"],
         ["data.train={data_path: a.parquet}", "grpo.val_period=0"],
         ["data.train.env_name=my.rewards:score"],
+        GDPO,
+        ["logger.num_val_samples_to_print=2"],
         ["loss_fn.force_on_policy_ratio=true"],
         ["loss_fn.use_kl_in_reward=true", "grpo.adv_estimator.name=reinforce_plus_plus"],
     ],
@@ -217,8 +247,11 @@ def test_a_launch_that_cannot_share_the_work_is_refused(overrides, num_ranks, pa
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
-def test_every_recipe_loads(recipe):
-    assert load(recipe, ["grpo.seed=3"], GrpoRun).grpo.seed == 3
+def test_every_recipe_loads_and_the_tiny_ones_fit_two_processes(recipe):
+    run = load(recipe, ["grpo.seed=3"], GrpoRun)
+    assert run.grpo.seed == 3
+    if recipe.name.endswith("_tiny_cpu.yaml"):
+        check_launch(run, 2)
 
 
 def test_the_recipe_for_gpus_says_only_what_it_must_and_runs_on_eight():

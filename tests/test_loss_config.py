@@ -303,6 +303,34 @@ def test_a_value_out_of_range_is_refused_by_its_key(keys: dict[str, Any]):
             {"use_on_policy_kl_approximation": True, "use_kl_in_reward": True},
             "use_on_policy_kl_approximation has no effect",
         ),
+        (
+            {"policy_loss_type": "sapo", "ratio_clip_max": 0.28},
+            "ratio_clip_max 0.28 have no effect with policy_loss_type sapo",
+        ),
+        (
+            {"policy_loss_type": "dppo_tv", "divergence_threshold": 0.1, "ratio_clip_min": 0.1},
+            "ratio_clip_min 0.1 .* have no effect with policy_loss_type dppo_tv",
+        ),
+        (
+            {"policy_loss_type": "dppo_kl", "divergence_threshold": 0.1, "ratio_clip_min": 0.1},
+            "have no effect with policy_loss_type dppo_kl",
+        ),
+        (
+            {"disable_ppo_ratio": True, "ratio_clip_max": 0.28},
+            "have no effect with disable_ppo_ratio",
+        ),
+        (
+            {"force_on_policy_ratio": True, "ratio_clip_min": 0.1},
+            "have no effect with force_on_policy_ratio",
+        ),
+        (
+            {"reference_policy_kl_penalty": 0.0, "kl_input_clamp_value": 5.0},
+            "kl_input_clamp_value 5.0 .* have no effect with reference_policy_kl_penalty 0",
+        ),
+        (
+            {"reference_policy_kl_penalty": 0.0, "kl_output_clamp_value": None},
+            "kl_output_clamp_value None have no effect",
+        ),
     ],
 )
 def test_a_setting_without_effect_is_refused_in_a_run_but_computed_by_the_loss(
@@ -314,11 +342,27 @@ def test_a_setting_without_effect_is_refused_in_a_run_but_computed_by_the_loss(
     run(tensors(random_case(0).lists), cfg, 12.0, 3.0)
 
 
-@pytest.mark.parametrize("keys", [{}, {"ratio_clip_c": 3.0}, GSPO, ICEPOP, {"use_cispo": True}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"ratio_clip_c": 3.0},
+        GSPO,
+        ICEPOP,
+        {"use_cispo": True, "ratio_clip_min": 1.0},
+        {"policy_loss_type": "gmpo", "token_level_loss": False, "ratio_clip_max": 0.4},
+        {"policy_loss_type": "sapo"},
+        {"disable_ppo_ratio": True},
+        {"force_on_policy_ratio": True},
+        {"kl_input_clamp_value": None, "kl_output_clamp_value": None},
+    ],
+)
 def test_settings_with_an_effect_are_not_refused(keys: dict[str, Any]):
     refuse_inert(loss_config(**keys))
     refuse_inert(loss_config(use_kl_in_reward=True))
     refuse_inert(loss_config(use_on_policy_kl_approximation=True))
+    # The type also selects the estimator of `gen_kl_error`.
+    refuse_inert(loss_config(reference_policy_kl_penalty=0.0, reference_policy_kl_type="k1"))
 
 
 @pytest.mark.parametrize(
@@ -331,6 +375,11 @@ def test_settings_with_an_effect_are_not_refused(keys: dict[str, Any]):
         ({"gae_lambda_policy": 1.0}, "are read by gae alone"),
         ({"length_adaptive_alpha": 0.05}, "are read by gae alone"),
         ({"normalize_advantages": False}, "normalize_advantages is read by gae and raw_reward"),
+        ({"minus_baseline": False}, "minus_baseline is read by reinforce_plus_plus alone"),
+        (
+            {"name": "raw_reward", "normalize_rewards": False},
+            "normalize_rewards is read by grpo and gdpo, not by raw_reward",
+        ),
         (
             {"name": "gae", "length_adaptive_alpha": 0.05, "gae_lambda_policy": 0.9},
             "length_adaptive_alpha 0.05 replaces gae_lambda_policy 0.9",

@@ -151,7 +151,7 @@ def test_ratio_is_exactly_one_on_the_first_on_policy_step(family: str):
     lists["prev_logprobs"] = lists["generation_logprobs"] = lists["logprobs"]
     metrics = values(run(tensors(lists, torch.float32), cfg, 9.0, 3.0)[2])
     assert metrics["token_mult_prob_error"] * 9 == pytest.approx(tokens_of(lists))
-    if not cfg.disable_ppo_ratio:
+    if cfg.force_on_policy_ratio or not cfg.disable_ppo_ratio:
         assert metrics["probs_ratio_min"] == metrics["probs_ratio_max"] == 1.0
         assert metrics["probs_ratio_clamped_min"] == metrics["probs_ratio_clamped_max"] == 1.0
     assert metrics["clipped_low"] == metrics["clipped_high"] == 0.0
