@@ -25,7 +25,6 @@ def main(
     """Build the model and warm-start it by supervised fine-tuning."""
     with user_errors():
         run = load(config, overrides or [], GrpoRun)
-        say(f"making {run.policy.model_name} by {tiny.SFT_STEPS} steps of SFT, once ...")
         with world() as axis:
             made = tiny.make(run, axis, seed=seed)
     say(f"{'made' if made else 'found'} {run.policy.model_name}")

@@ -55,11 +55,11 @@ def load_(backend: Backend[M], state: TrainState[M], folder: Path) -> TrainState
     return replace(backend.load_(state, folder), surplus=surplus)
 
 
-def latest(run: Path) -> Path | None:
-    """The complete checkpoint of the highest step in `run`, if there is one."""
+def latest(run: Path) -> tuple[int, Path] | None:
+    """The highest step that has a complete checkpoint in `run`, and its folder."""
     steps = {
         int(folder.name.removeprefix("step_")): folder
         for folder in run.glob("step_*")
         if folder.name.removeprefix("step_").isdecimal()
     }
-    return steps[max(steps)] if steps else None
+    return max(steps.items(), default=None)

@@ -15,10 +15,12 @@ def check_model(name: str, key: str = "policy.model_name") -> None:
     Raises:
         ValueError: names the key, the value, and what is missing.
     """
-    folder = Path(name).expanduser()
+    folder = Path(name)
+    if name.startswith("~"):
+        raise ValueError(f"{key}: '~' is not expanded; write {str(folder.expanduser())!r}")
     if folder.is_dir():
         _check_folder(folder, key)
-    elif folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    elif folder.exists() or name.startswith((".", "/")) or name.count("/") != 1:
         raise ValueError(
             f"{key}: there is no folder {name!r} (from {str(Path.cwd())!r}); "
             "give a model's folder or a Hugging Face name such as 'Qwen/Qwen2.5-1.5B'"

@@ -50,11 +50,11 @@ def metrics_path(run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
-def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumes: bool) -> None:
+def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> None:
     """Makes the run folder and writes the resolved config into it, on the first rank.
 
-    A run that resumes goes on with its `metrics.jsonl`; that of another run is kept under a
-    numbered name.
+    An earlier `metrics.jsonl` is kept under a numbered name; the new one begins with its lines up
+    to `resumed_step` (0: none), since the steps after that are taken again.
 
     Raises:
         ValueError: the folder cannot be made or written.
@@ -69,10 +69,14 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumes: bool) -> None:
             f"logger.log_dir: {str(run_dir)!r} cannot be written ({error.strerror}); "
             "name a folder that you may write to"
         ) from error
-    old = metrics_path(run_dir)
-    if old.exists() and not resumes:
-        taken = len(list(run_dir.glob("metrics-*.jsonl")))
-        old.rename(run_dir / f"metrics-{taken + 1}.jsonl")
+    path = metrics_path(run_dir)
+    if not path.exists():
+        return
+    numbers = [int(p.stem.split("-")[1]) for p in run_dir.glob("metrics-*.jsonl")]
+    kept = path.rename(run_dir / f"metrics-{max(numbers, default=0) + 1}.jsonl")
+    lines = [json.dumps(x) for x in read_metrics(kept) if (x["step"] or 0) <= resumed_step]
+    if resumed_step > 0:
+        path.write_text("".join(f"{line}\n" for line in lines))
 
 
 @contextmanager
@@ -81,7 +85,7 @@ def open_log(run_dir: Path, first_step: int, last_step: int, rank: int) -> Itera
     if rank != 0:
         yield SILENT
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     with metrics_path(run_dir).open("a") as file:
         if not console.is_terminal:
             yield Log(
@@ -127,9 +131,30 @@ def _line(step: int, metrics: Mapping[str, float]) -> str:
     return "  ".join([f"step {step:>4}", *shown])
 
 
-def read_metrics(path: Path) -> list[dict[str, float | None]]:
-    """The lines of a `metrics.jsonl`, in order."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def read_metrics(path: Path) -> list[dict[str, int | float | None]]:
+    """The lines of a `metrics.jsonl`, in order; a last one that a killed run left torn is not."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+ALARMS = {
+    "train/empty_updates": "updates had nothing to train on and were left out",
+    "train/nonfinite_updates": "updates had a gradient that is not finite and were left out",
+    "train/overflow_tokens": "tokens had log-probs too far apart for their ratio",
+    "train/verifier_timeouts": "answers exceeded env.timeout_s and were worth 0",
+    "train/verifier_failures": "answers broke the verifier and were worth 0",
+}
+"""Metrics that count what should not happen often, and what to say when it did."""
+
+
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """A sentence for each alarm that a step's metrics raise.
+
+    >>> alarms({"train/empty_updates": 1.0, "train/verifier_timeouts": 0.0})
+    ['  warning: 1 updates had nothing to train on and were left out']
+    """
+    found = {name: metrics.get(name, 0.0) for name in ALARMS}
+    return [f"  warning: {n:.0f} {ALARMS[name]}" for name, n in found.items() if n > 0]
 
 
 def curve(points: Mapping[str, Sequence[tuple[int, float]]], title: str) -> str:

@@ -1,6 +1,6 @@
 """Process groups: opening and closing the world, and sums and gathers over an axis.
 
-The only module besides the backends and the refit that may talk to `torch.distributed`. An axis
+The only module besides the backends that may talk to `torch.distributed`. An axis
 is passed as an argument; there is no ambient group.
 """
 

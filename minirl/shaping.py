@@ -61,6 +61,22 @@ def shaped(reward: float, trajectory: Trajectory, cfg: RewardShapingConfig) -> f
     return reward + min(0.0, -excess / cfg.overlong_buffer_length * cfg.overlong_buffer_penalty)
 
 
+def with_all_parts(scores: Sequence[Score]) -> list[Score]:
+    """The scores with the same named parts: 0 where a verifier timed out or failed.
+
+    Raises:
+        ValueError: a verdict lacks a part that another has.
+    """
+    names = sorted({name for s in scores for name in s.components})
+    for s in scores:
+        if set(s.components) != set(names) and not (s.timed_out or s.failed):
+            raise ValueError(
+                f"a reward function gave the parts {names} for some answers and "
+                f"{sorted(s.components)} for another; it must always give the same"
+            )
+    return [s._replace(components={n: s.components.get(n, 0.0) for n in names}) for s in scores]
+
+
 def by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples of each group, groups in the order of their first sample."""
     groups: dict[int, list[Sample]] = {}

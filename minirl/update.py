@@ -59,12 +59,14 @@ def update_(
         "fill up with rows whose sample_mask is False",
     )
     counts = count(batches, axis)
+    if counts.num_tokens == 0:
+        return state, {"empty_updates": Sum(scalar(1))}
     works = [
         Work(b.rows, head, partial(_loss_on, loss=loss, batch=b, counts=counts)) for b in batches
     ]
     state, metrics = backend.update_(state, works)
     metrics = reduce_metrics(metrics, axis)
-    return state, {**metrics, "empty_updates": Sum(scalar(counts.num_tokens == 0))}
+    return state, {**metrics, "empty_updates": Sum(scalar(0))}
 
 
 def count(batches: Sequence[Batch], axis: Axis) -> Counts:

@@ -1,7 +1,8 @@
 """What runs in a worker of `minirl.verifier_pool`: factories of functions that judge one answer.
 
-Every factory returns `(completion, example) -> number`. Imports of the verifying libraries happen
-here and nowhere else; torch and its kin are never imported, so that workers start fast.
+Every factory returns `(completion, example) -> number`; `spelling_parts` is such a function itself.
+Imports of the verifying libraries happen here and nowhere else; torch and its kin are never
+imported, so that workers start fast.
 """
 
 import difflib

@@ -48,9 +48,10 @@ def test_the_latest_complete_checkpoint_is_found_by_number(opened, tmp_path):
     for _ in range(10):
         state = backend.end_step_(state)
         if state.step in (2, 9, 10):
-            assert save(backend, state, run, axis) == latest(run) == run / f"step_{state.step}"
+            folder = save(backend, state, run, axis)
+            assert latest(run) == (state.step, folder) == (state.step, run / f"step_{state.step}")
     (run / "step_99.part").mkdir()
-    assert latest(run) == run / "step_10"
+    assert latest(run) == (10, run / "step_10")
 
 
 def test_what_an_interrupted_save_left_is_replaced(opened, tmp_path):

@@ -14,7 +14,7 @@ TOP_LEVEL = {
 }  # fmt: skip
 
 DOORS = {
-    "torch.distributed": ("minirl/parallel.py", "minirl/refit.py", "minirl/backends/*.py"),
+    "torch.distributed": ("minirl/parallel.py", "minirl/backends/*.py"),
     "vllm": ("minirl/backends/vllm*.py",),
     "megatron": ("minirl/backends/megatron*.py",),
     "transformers": (

@@ -12,7 +12,16 @@ from minirl.engine import Engine, Request, Sampling
 from minirl.parallel import SOLO
 from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
 from minirl.rng import key_of
-from minirl.shaping import by_group, histogram, informative, regrouped, rewarded, scaled, shaped
+from minirl.shaping import (
+    by_group,
+    histogram,
+    informative,
+    regrouped,
+    rewarded,
+    scaled,
+    shaped,
+    with_all_parts,
+)
 from minirl.types import Completion, Prompt, Sample, Score, Trajectory
 
 PLAIN = RewardShapingConfig(max_response_length=25)
@@ -111,6 +120,19 @@ def test_grouping_loses_nothing_and_renumbers_in_order(pairs: list[tuple[int, fl
 
 def test_the_histogram_counts_scores():
     assert histogram([sample(r, 0) for r in (1.0, 0.0, 1.0)]) == {0.0: 1, 1.0: 2}
+
+
+def test_a_timeout_counts_as_zero_in_every_named_part():
+    late, right = Score(0.0, timed_out=True), Score(2.0, {"answer": 1.0, "length": 1.0})
+    assert with_all_parts([late, right]) == [
+        late._replace(components={"answer": 0.0, "length": 0.0}),
+        right,
+    ]
+
+
+def test_parts_that_come_and_go_are_refused():
+    with pytest.raises(ValueError, match=r"\['answer', 'length'\] for some answers and \[\]"):
+        with_all_parts([Score(1.0), Score(1.0, {"answer": 1.0, "length": 0.0})])
 
 
 # ---- what a step collects -----------------------------------------------------------------------

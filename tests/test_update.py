@@ -187,3 +187,13 @@ def test_batches_are_not_changed(solo, cfg):
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after, kept, strict=True)
     )
+
+
+def test_an_update_without_anything_to_train_is_left_out_and_counted(solo, cfg):
+    backend, state = dtensor.open_backend(cfg, solo, KEY)
+    before = exported(backend, state)
+    batch = make_batch(make_samples(2), [False, False])
+    after, seen = update_(backend, state, [batch], weighted_nll, HEAD)
+    assert value(seen["empty_updates"]) == 1.0
+    assert after is state
+    assert distance(exported(backend, after), before) == 0

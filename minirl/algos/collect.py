@@ -1,7 +1,8 @@
 """The samples of a step: draw prompts, sample a group for each, score, shape, keep what teaches.
 
 Under dynamic sampling only groups whose scores differ are kept, and prompts are drawn until there
-are enough; what is left over waits in the state for the next step. Every rank samples its own
+are enough; what is left over waits in the state for the next step, and is then a little stale (the
+metric `staleness_max` counts the updates in between). Every rank samples its own
 share of the prompts and ends up with all samples, so that everything after is a pure function.
 """
 
@@ -9,15 +10,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
+
 from minirl.backend import Backend, TrainState, after_draw
 from minirl.config import GrpoConfig
 from minirl.data import Dataset, draw
 from minirl.engine import Engine, Sampling
 from minirl.log import timed
-from minirl.metrics import Metrics, Sum, scalar
+from minirl.metrics import Max, Metrics, Sum, mean_over, scalar
 from minirl.parallel import gather, share_of
 from minirl.rollout import rollout
-from minirl.shaping import by_group, histogram, informative, regrouped, rewarded
+from minirl.shaping import (
+    by_group,
+    histogram,
+    informative,
+    regrouped,
+    rewarded,
+    with_all_parts,
+)
 from minirl.types import Prompt, Sample, Score, Trajectory
 
 M = TypeVar("M")
@@ -71,15 +81,26 @@ def collect(
         )
     now, later = kept[: cfg.num_prompts_per_step], kept[cfg.num_prompts_per_step :]
     state = after_draw(state, state.cursor, regrouped(later))
-    sampled = sum(sum(s.trajectory.sampled) for s in seen)
-    return (
-        state,
-        regrouped(now),
-        {
-            "sampled_groups": Sum(scalar(len(by_group(seen)))),
-            "sampled_tokens": Sum(scalar(sampled)),
-        },
-    )
+    return state, regrouped(now), _seen(seen) | {"staleness_max": _staleness(now, state.updates)}
+
+
+def _seen(samples: Sequence[Sample]) -> Metrics:
+    """What was sampled in this step, also what is not trained."""
+    totals = {
+        "sampled_groups": len(by_group(samples)),
+        "sampled_tokens": sum(sum(s.trajectory.sampled) for s in samples),
+        "verifier_timeouts": sum(s.score.timed_out for s in samples),
+        "verifier_failures": sum(s.score.failed for s in samples),
+    }
+    metrics: Metrics = {name: Sum(scalar(total)) for name, total in totals.items()}
+    if samples:
+        metrics["sampled_reward_mean"] = mean_over(torch.tensor([s.score.reward for s in samples]))
+    return metrics
+
+
+def _staleness(groups: Sequence[Sequence[Sample]], updates: int) -> Max:
+    """Updates between the weights that sampled and those that are trained."""
+    return Max(scalar(max(updates - s.trajectory.version for g in groups for s in g)))
 
 
 def _draw_and_sample(
@@ -105,5 +126,7 @@ def _draw_and_sample(
         )
     with timed(seconds, "reward"):
         scores = on.score(mine, trajectories)
-    samples = rewarded(trajectories, scores, cfg.reward_scaling, cfg.reward_shaping)
-    return after_draw(state, cursor, state.surplus), gather(samples, axis)
+    samples = gather(rewarded(trajectories, scores, cfg.reward_scaling, cfg.reward_shaping), axis)
+    complete = with_all_parts([s.score for s in samples])
+    samples = [s._replace(score=score) for s, score in zip(samples, complete, strict=True)]
+    return after_draw(state, cursor, state.surplus), samples

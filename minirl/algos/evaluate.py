@@ -8,6 +8,7 @@ from minirl.engine import Engine, Sampling
 from minirl.parallel import Axis, gather
 from minirl.rng import Key
 from minirl.rollout import rollout
+from minirl.shaping import with_all_parts
 from minirl.types import Prompt, Score, Trajectory
 
 
@@ -39,7 +40,9 @@ def answer(
         engine, mine, sampling, num_generations=1, key=key, first_group=first, step=0
     )
     scores = score(mine, trajectories)
-    return gather([Judged(*pair) for pair in zip(trajectories, scores, strict=True)], axis)
+    judged = gather([Judged(*pair) for pair in zip(trajectories, scores, strict=True)], axis)
+    complete = with_all_parts([j.score for j in judged])
+    return [Judged(j.trajectory, score) for j, score in zip(judged, complete, strict=True)]
 
 
 def accuracy(answers: Sequence[Judged], part: str | None = None) -> float:

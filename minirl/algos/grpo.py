@@ -44,7 +44,7 @@ def step(
 
     Consumes: `state`. Collective: every rank calls it.
     """
-    seconds: dict[str, float] = {}
+    seconds = {"generation": 0.0, "reward": 0.0}
     with timed(seconds, "total"):
         state, samples, drawn = collect(state, on, cfg.grpo, seconds)
         on.engine.sleep_()
@@ -154,16 +154,12 @@ def trained_samples(
 
 
 def scores_of(samples: Sequence[Sample]) -> Scores:
-    """What advantages are computed from; the components that every sample has."""
-    names = [
-        n for n in samples[0].score.components if all(n in s.score.components for s in samples)
-    ]
+    """What advantages are computed from; all samples have the same components."""
+    names = samples[0].score.components
     return Scores(
         rewards=torch.tensor([s.reward for s in samples]),
         groups=torch.tensor([s.trajectory.group for s in samples]),
-        components={
-            name: torch.tensor([s.score.components[name] for s in samples]) for name in names
-        },
+        components={n: torch.tensor([s.score.components[n] for s in samples]) for n in names},
     )
 
 
@@ -224,12 +220,7 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     }
     for name in samples[0].score.components:
         means[f"reward/{name}"] = [s.score.components[name] for s in samples]
-    totals = {
-        "verifier_timeouts": sum(s.score.timed_out for s in samples),
-        "verifier_failures": sum(s.score.failed for s in samples),
-    }
     metrics: Metrics = {name: mean_over(torch.tensor(x)) for name, x in means.items()}
-    metrics |= {name: Sum(scalar(total)) for name, total in totals.items()}
     metrics["response_tokens_max"] = Max(scalar(max(lengths)))
     return metrics
 
@@ -248,5 +239,5 @@ def speed(
     return {f"time/{name}_s": t for name, t in seconds.items()} | {
         f"perf/{name}tokens_per_s": num / seconds[stage]
         for name, (stage, num) in done.items()
-        if stage in seconds
+        if seconds[stage] > 0
     }

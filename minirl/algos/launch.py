@@ -15,7 +15,7 @@ from minirl.algos import grpo, loop
 from minirl.algos.collect import Parts, ScoreFn
 from minirl.algos.evaluate import Judged, accuracy, answer
 from minirl.backend import TrainState
-from minirl.backends import open_backend, open_engine
+from minirl.backends import check_policy, open_backend, open_engine
 from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
@@ -54,10 +54,17 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
         ValueError: anything is missing or does not fit; nothing expensive has started.
     """
     check_launch(run, num_ranks)
+    check_policy(run.policy)
     check_model(run.policy.model_name)
     tokenizer = load_tokenizer(run.policy.tokenizer)
     kwargs = run.policy.tokenizer.chat_template_kwargs
     data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
+    if num_steps(run, data) == 0:
+        raise ValueError(
+            f"{len(data.train.prompts)} training prompts x grpo.max_num_epochs "
+            f"{run.grpo.max_num_epochs} are fewer than grpo.num_prompts_per_step "
+            f"{run.grpo.num_prompts_per_step}: not one step; use more data or more epochs"
+        )
     generation = run.policy.generation
     ends = stop_token_ids(tokenizer, end_token_ids(run.policy.model_name))
     sampling = Sampling(
@@ -81,7 +88,8 @@ def run_grpo(run: GrpoRun) -> None:
     with ExitStack() as stack:
         with user_errors():
             inputs = read_inputs(run, launched_size())
-            prepare_run_dir(run_dir, dump(run), resumes=resumed_from(run) is not None)
+            kept = resumed_from(run)
+            prepare_run_dir(run_dir, dump(run), resumed_step=kept[0] if kept else 0)
             reward = stack.enter_context(open_rewards(run.env, run.data.train))
         axis = stack.enter_context(world())
         score = partial(score_answers, inputs.tokenizer, reward)
@@ -101,8 +109,8 @@ def run_grpo(run: GrpoRun) -> None:
             log.say(learning_curve(metrics_path(run_dir)))
 
 
-def resumed_from(run: GrpoRun) -> Path | None:
-    """The checkpoint that the run goes on from, if there is one."""
+def resumed_from(run: GrpoRun) -> tuple[int, Path] | None:
+    """The step and the checkpoint that the run goes on from, if there is one."""
     return latest(Path(run.checkpointing.checkpoint_dir)) if run.checkpointing.enabled else None
 
 
@@ -129,9 +137,9 @@ def open_parts(
         key_of(run.grpo.seed),
         with_reference=grpo.needs_reference(run.loss_fn),
     )
-    folder = resumed_from(run)
-    if folder is not None:
-        state = load_(backend, state, folder)
+    kept = resumed_from(run)
+    if kept is not None:
+        state = load_(backend, state, kept[1])
     engine = open_engine(run.policy)
     try:
         engine.load_(backend.export(state), state.updates)
@@ -181,6 +189,8 @@ def validate(
                 parts.engine, prompts, sampling, parts.score, parts.backend.data_axis, key
             )
             metrics[name] = accuracy(samples)
+            late = sum(s.score.timed_out or s.score.failed for s in samples)
+            metrics["val/verifier_timeouts"] = metrics.get("val/verifier_timeouts", 0.0) + late
             for part in samples[0].score.components:
                 metrics[f"{name}/{part}"] = accuracy(samples, part)
             if name == "val/accuracy":

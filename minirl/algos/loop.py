@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from minirl.backend import TrainState
-from minirl.log import Log
+from minirl.log import Log, alarms
 
 M = TypeVar("M")
 
@@ -68,6 +68,8 @@ def run(
         if validates_after(plan, state.step):
             metrics |= evaluate(state)
         log.step(state.step, metrics)
+        for alarm in alarms(metrics):
+            log.say(alarm)
         if saves_after(plan, state.step):
             save(state)
     return state

@@ -21,6 +21,7 @@ from minirl.backends.dtensor import open_backend
 from minirl.chat import Tokenizer, load_tokenizer
 from minirl.config import GrpoRun, OptimizerConfig, ScheduleConfig, TokenizerConfig
 from minirl.data import draw, load_datasets
+from minirl.log import say
 from minirl.parallel import Axis
 from minirl.rng import fold_in, key_of
 from minirl.types import Prompt
@@ -66,6 +67,7 @@ def make(run: GrpoRun, axis: Axis, *, seed: int, steps: int = SFT_STEPS) -> bool
         raise ValueError(
             f"policy.model_name: {str(folder)!r} exists and is no tiny model; name another folder"
         )
+    say(f"making {folder} by {steps} steps of SFT, once ...")
     aside = folder.with_name(folder.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)

@@ -30,6 +30,17 @@ def open_backend(
             raise ValueError("no training backend is chosen: set policy.dtensor_cfg.enabled=true")
 
 
+def check_policy(cfg: PolicyConfig) -> None:
+    """Refuses what the chosen backend could not build, before any model is loaded.
+
+    Raises:
+        ValueError: an optimizer or a schedule does not exist or does not take its arguments.
+    """
+    from minirl.backends import optim
+
+    optim.check(cfg.optimizer, cfg.scheduler)
+
+
 def open_engine(cfg: PolicyConfig) -> Engine:
     """The engine that `policy.generation.backend` names, with the weights of `cfg.model_name`.
 

@@ -109,6 +109,7 @@ def _engine_of(llm: Any, shapes: Mapping[str, Shape], *, eager: bool) -> Engine:
 
     def wake_() -> None:
         if not on_cpu:
+            torch.cuda.empty_cache()  # what training cached would be missing for the KV cache
             llm.wake_up()
 
     def close() -> None:
