@@ -1,0 +1,165 @@
+"""Where a run's numbers and words go: the file, the terminal, and nowhere on the other ranks."""
+
+import io
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from minirl.log import (
+    alarms,
+    curve,
+    metrics_path,
+    open_log,
+    prepare_run_dir,
+    read_metrics,
+    say,
+    timed,
+    user_errors,
+)
+
+
+def write(run_dir: Path, *steps: int) -> None:
+    """The metrics file of a run that took these steps."""
+    with open_log(run_dir, 0, 9, rank=0) as log:
+        for step in steps:
+            log.step(step, {"x": step / 2})
+
+
+def steps_of(path: Path) -> list[float | None]:
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_every_step_is_one_json_object_a_line_as_it_is_logged(tmp_path: Path):
+    with open_log(tmp_path, 0, 2, rank=0) as log:
+        log.step(1, {"a": 0.1, "b": 1e-30})
+        first = metrics_path(tmp_path).read_text()
+        log.step(2, {"a": -3.0})
+    assert json.loads(first) == {"step": 1, "a": 0.1, "b": 1e-30}
+    lines = metrics_path(tmp_path).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [json.loads(first), {"step": 2, "a": -3.0}]
+
+
+@pytest.mark.parametrize("x", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(tmp_path: Path, x: float):
+    with open_log(tmp_path, 0, 1, rank=0) as log:
+        log.step(1, {"a": x, "b": 0.5})
+    text = metrics_path(tmp_path).read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "a": None, "b": 0.5}
+
+
+def test_without_a_terminal_steps_and_sentences_are_plain_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with open_log(tmp_path, 0, 1, rank=0) as log:
+        log.say("two [/INST] [bold]words[/bold] :smile:")
+        log.step(1, {"train/loss": 0.25, "unshown": 1.0})
+    assert capsys.readouterr().out.splitlines() == [
+        "two [/INST] [bold]words[/bold] :smile:",
+        "step    1  loss 0.2500",
+    ]
+
+
+def test_a_terminal_shows_a_line_a_step_and_text_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shown = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = partial(Console, file=shown, force_terminal=True, width=60)
+    monkeypatch.setattr("minirl.log.Console", terminal)
+    answer = "[/INST] [bold]answer[/bold] :smile: " + "long " * 30 + "end"
+    with open_log(tmp_path, 0, 2, rank=0) as log:
+        log.step(1, {"train/loss": 0.25})
+        log.say(answer)
+        log.step(2, {"train/loss": 0.125})
+    lines = [line.removeprefix("\x1b[2K").strip("\r") for line in shown.getvalue().split("\n")]
+    for line in ("step    1  loss 0.2500", answer, "step    2  loss 0.1250"):
+        assert [seen.endswith(line) for seen in lines].count(True) == 1
+    assert "2/2" in lines[-2]
+    assert steps_of(metrics_path(tmp_path)) == [1, 2]
+
+
+def test_ranks_other_than_the_first_are_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("RANK", "1")
+    prepare_run_dir(tmp_path / "run", "a: 1\n", resumed_step=0)
+    with open_log(tmp_path / "run", 0, 1, rank=1) as log:
+        log.step(1, {"a": 1.0})
+        log.say("nothing")
+    say("nothing")
+    with pytest.raises(SystemExit), user_errors():
+        raise ValueError("shown by the first rank")
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_new_run_keeps_the_metrics_of_earlier_ones_under_rising_numbers(tmp_path: Path):
+    for run in range(3):
+        prepare_run_dir(tmp_path, f"run: {run}\n", resumed_step=0)
+        assert not metrics_path(tmp_path).exists()
+        assert (tmp_path / "config.yaml").read_text() == f"run: {run}\n"
+        write(tmp_path, run)
+    assert steps_of(tmp_path / "metrics-1.jsonl") == [0]
+    assert steps_of(tmp_path / "metrics-2.jsonl") == [1]
+    (tmp_path / "metrics-1.jsonl").unlink()
+    prepare_run_dir(tmp_path, "run: 3\n", resumed_step=0)
+    assert steps_of(tmp_path / "metrics-2.jsonl") == [1]
+    assert steps_of(tmp_path / "metrics-3.jsonl") == [2]
+
+
+def test_a_resumed_run_goes_on_behind_its_checkpoint_and_loses_no_line(tmp_path: Path):
+    write(tmp_path, 0, 1, 2, 3)
+    prepare_run_dir(tmp_path, "", resumed_step=2)
+    write(tmp_path, 3, 4)
+    assert steps_of(metrics_path(tmp_path)) == [0, 1, 2, 3, 4]
+    assert steps_of(tmp_path / "metrics-1.jsonl") == [0, 1, 2, 3]
+
+
+def test_a_line_that_a_killed_run_left_torn_is_not_read(tmp_path: Path):
+    write(tmp_path, 1, 2)
+    with metrics_path(tmp_path).open("a") as file:
+        file.write('{"step": 3, "x"')
+    assert steps_of(metrics_path(tmp_path)) == [1, 2]
+    prepare_run_dir(tmp_path, "", resumed_step=2)
+    write(tmp_path, 3)
+    assert steps_of(metrics_path(tmp_path)) == [1, 2, 3]
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"logger\.log_dir: .*file/run.* cannot be written"):
+        prepare_run_dir(tmp_path / "file" / "run", "", resumed_step=0)
+
+
+def test_alarms_say_how_often_and_nothing_where_nothing_happened():
+    found = alarms({"train/verifier_timeouts": 3.0, "train/overflow_tokens": 0.0, "train/loss": 9})
+    assert [line.strip() for line in found] == [
+        "warning: 3 answers exceeded env.timeout_s and were worth 0"
+    ]
+
+
+def test_the_curve_draws_every_named_series():
+    names = ("first", "second", "third")
+    points = {name: [(x, i + x / 9) for x in range(10)] for i, name in enumerate(names)}
+    text = curve(points, "a title")
+    assert "\x1b" not in text
+    for word, marker in zip((*names, "a title", "step"), "ox+", strict=False):
+        assert word in text
+        assert text.count(marker) > 4  # the legend's one, and points
+    again = curve({"other": [(0, 0.0), (1, 1.0)]}, "t")
+    assert "other" in again
+    assert "first" not in again
+
+
+def test_times_of_one_stage_add_up_also_of_one_that_fails():
+    seconds = {"a": 1.0}
+    with timed(seconds, "a"):
+        pass
+    with pytest.raises(KeyError), timed(seconds, "b"):
+        raise KeyError
+    assert seconds["a"] > 1.0
+    assert seconds["b"] > 0.0
