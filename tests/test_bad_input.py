@@ -167,6 +167,20 @@ def test_validation_without_data_for_it(refusal: Callable[..., str]):
     assert "split_validation_size" in refusal("data.train.split_validation_size=0")
 
 
+def test_an_optimizer_or_a_schedule_that_does_not_exist(refusal: Callable[..., str]):
+    assert "policy.optimizer.name" in refusal("policy.optimizer.name=torch.optim.AdamV")
+    schedule = "policy.scheduler=[{name: torch.optim.lr_scheduler.Nothing}]"
+    assert "policy.scheduler" in refusal(schedule)
+
+
+def test_fewer_prompts_than_a_step(refusal: Callable[..., str]):
+    assert "not one step" in refusal("grpo.max_num_epochs=1")
+
+
+def test_a_home_folder_that_no_shell_expanded(refusal: Callable[..., str]):
+    assert "'~' is not expanded" in refusal("policy.model_name=~/model")
+
+
 def test_overlong_prompts(refusal: Callable[..., str]):
     assert "filter_overlong_prompts" in refusal("data.max_input_seq_length=3")
 
