@@ -3,15 +3,11 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toy import fresh, parts, trajectory
 
-from minirl.algos.collect import Parts, collect
-from minirl.backend import Backend, TrainState
+from minirl.algos.collect import collect
 from minirl.config import GrpoConfig
-from minirl.data import Dataset
-from minirl.engine import Engine, Request, Sampling
-from minirl.parallel import SOLO
 from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
-from minirl.rng import key_of
 from minirl.shaping import (
     by_group,
     histogram,
@@ -22,26 +18,13 @@ from minirl.shaping import (
     shaped,
     with_all_parts,
 )
-from minirl.types import Completion, Prompt, Sample, Score, Trajectory
+from minirl.types import Sample, Score
 
 PLAIN = RewardShapingConfig(max_response_length=25)
 DAPO = RewardShapingConfig(
     enabled=True, overlong_buffer_length=5, overlong_buffer_penalty=0.5, max_response_length=25
 )
 STOP = RewardShapingConfig(enabled=True, stop_properly_penalty_coef=0.5, max_response_length=25)
-
-
-def trajectory(length: int = 3, *, truncated: bool = False, group: int = 0) -> Trajectory:
-    return Trajectory(
-        group=group,
-        sample=0,
-        prompt_id=group,
-        tokens=(1,) + (2,) * length,
-        sampled=(False,) + (True,) * length,
-        generation_logprobs=(0.0,) + (-1.0,) * length,
-        truncated=truncated,
-        version=0,
-    )
 
 
 def sample(reward: float, group: int) -> Sample:
@@ -137,48 +120,10 @@ def test_parts_that_come_and_go_are_refused():
 
 # ---- what a step collects -----------------------------------------------------------------------
 
-PROMPTS = tuple(Prompt(i, (i + 1,), {"hard": i % 3 != 0}) for i in range(12))
-
-
-def _unused(*_: object) -> object:
-    raise AssertionError("a step's samples need no training")
-
-
-def _nothing() -> None:
-    pass
-
-
-def parts() -> Parts[None]:
-    """An engine whose answer is its seed; a verifier that never agrees on hard prompts."""
-
-    def generate(requests: object, sampling: Sampling) -> list[Completion]:
-        assert isinstance(requests, list)
-        return [_echo(r) for r in requests]
-
-    def _echo(request: Request) -> Completion:
-        return Completion((request.seed % 97,), (-1.0,), truncated=False, version=0)
-
-    def score(prompts: object, trajectories: object) -> list[Score]:
-        assert isinstance(trajectories, list)
-        hard = [PROMPTS[t.prompt_id].example["hard"] for t in trajectories]
-        return [
-            Score(float(t.sample % 2) if h else 0.0)
-            for t, h in zip(trajectories, hard, strict=True)
-        ]
-
-    engine = Engine(generate, _unused, _nothing, _nothing, _nothing)
-    backend: Backend[None] = Backend(SOLO, *(_unused,) * 6)
-    dataset = Dataset(PROMPTS, seed=0, shuffle=False)
-    return Parts(backend, engine, dataset, score, Sampling(1.0, 4, (0,)))
-
 
 def config(**fields: object) -> GrpoConfig:
     sizes = {"num_prompts_per_step": 4, "num_generations_per_prompt": 2}
     return GrpoConfig(**{**sizes, "reward_shaping": PLAIN, **fields})
-
-
-def fresh() -> TrainState[None]:
-    return TrainState(None, step=0, updates=0, cursor=0, key=key_of(0))
 
 
 def prompts_of(samples: list[Sample]) -> list[int]:
