@@ -20,6 +20,8 @@ ICEPOP = {
     "truncated_importance_sampling_ratio": 1.2,
     "truncated_importance_sampling_ratio_min": 0.9,
 }
+DPPO = {"policy_loss_type": "dppo_tv", "divergence_threshold": 0.1}
+NO_KL = {"reference_policy_kl_penalty": 0.0}
 GSPO = {"sequence_level_importance_ratios": True, "token_level_loss": False}
 
 # For each key: settings around it, one value, another.
@@ -291,46 +293,19 @@ def test_a_value_out_of_range_is_refused_by_its_key(keys: dict[str, Any]):
         ),
         ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "ratio_clip_c 3.0 has no effect"),
         ({"force_on_policy_ratio": True, "ratio_clip_c": 3.0}, "ratio_clip_c 3.0 has no effect"),
-        (
-            {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.0},
-            "use_kl_in_reward has no effect",
-        ),
-        (
-            {"use_on_policy_kl_approximation": True, "reference_policy_kl_penalty": 0.0},
-            "use_on_policy_kl_approximation has no effect",
-        ),
+        (NO_KL | {"use_kl_in_reward": True}, "use_kl_in_reward has no effect"),
+        (NO_KL | {"use_on_policy_kl_approximation": True}, "_approximation has no effect"),
         (
             {"use_on_policy_kl_approximation": True, "use_kl_in_reward": True},
             "use_on_policy_kl_approximation has no effect",
         ),
-        (
-            {"policy_loss_type": "sapo", "ratio_clip_max": 0.28},
-            "ratio_clip_max 0.28 have no effect with policy_loss_type sapo",
-        ),
-        (
-            {"policy_loss_type": "dppo_tv", "divergence_threshold": 0.1, "ratio_clip_min": 0.1},
-            "ratio_clip_min 0.1 .* have no effect with policy_loss_type dppo_tv",
-        ),
-        (
-            {"policy_loss_type": "dppo_kl", "divergence_threshold": 0.1, "ratio_clip_min": 0.1},
-            "have no effect with policy_loss_type dppo_kl",
-        ),
-        (
-            {"disable_ppo_ratio": True, "ratio_clip_max": 0.28},
-            "have no effect with disable_ppo_ratio",
-        ),
-        (
-            {"force_on_policy_ratio": True, "ratio_clip_min": 0.1},
-            "have no effect with force_on_policy_ratio",
-        ),
-        (
-            {"reference_policy_kl_penalty": 0.0, "kl_input_clamp_value": 5.0},
-            "kl_input_clamp_value 5.0 .* have no effect with reference_policy_kl_penalty 0",
-        ),
-        (
-            {"reference_policy_kl_penalty": 0.0, "kl_output_clamp_value": None},
-            "kl_output_clamp_value None have no effect",
-        ),
+        ({"policy_loss_type": "sapo", "ratio_clip_max": 0.3}, "ratio_clip_max 0.3 .* type sapo"),
+        (DPPO | {"ratio_clip_min": 0.1}, "ratio_clip_min 0.1 .* with policy_loss_type dppo_tv"),
+        (DPPO | {"policy_loss_type": "dppo_kl", "ratio_clip_min": 0.1}, "effect .* dppo_kl"),
+        ({"disable_ppo_ratio": True, "ratio_clip_max": 0.3}, "effect with disable_ppo_ratio"),
+        ({"force_on_policy_ratio": True, "ratio_clip_min": 0.1}, "effect with force_on_policy"),
+        (NO_KL | {"kl_input_clamp_value": 5.0}, "kl_input_clamp_value 5.0 .* have no effect"),
+        (NO_KL | {"kl_output_clamp_value": None}, "kl_output_clamp_value None have no effect"),
     ],
 )
 def test_a_setting_without_effect_is_refused_in_a_run_but_computed_by_the_loss(
@@ -362,7 +337,7 @@ def test_settings_with_an_effect_are_not_refused(keys: dict[str, Any]):
     refuse_inert(loss_config(use_kl_in_reward=True))
     refuse_inert(loss_config(use_on_policy_kl_approximation=True))
     # The type also selects the estimator of `gen_kl_error`.
-    refuse_inert(loss_config(reference_policy_kl_penalty=0.0, reference_policy_kl_type="k1"))
+    refuse_inert(loss_config(**NO_KL, reference_policy_kl_type="k1"))
 
 
 @pytest.mark.parametrize(
