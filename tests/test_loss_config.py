@@ -299,7 +299,7 @@ def test_a_value_out_of_range_is_refused_by_its_key(keys: dict[str, Any]):
             {"use_on_policy_kl_approximation": True, "use_kl_in_reward": True},
             "use_on_policy_kl_approximation has no effect",
         ),
-        ({"policy_loss_type": "sapo", "ratio_clip_max": 0.3}, "ratio_clip_max 0.3 .* type sapo"),
+        ({"policy_loss_type": "sapo", "ratio_clip_max": 0.3}, "ratio_clip_max 0.3 .*_type sapo"),
         (DPPO | {"ratio_clip_min": 0.1}, "ratio_clip_min 0.1 .* with policy_loss_type dppo_tv"),
         (DPPO | {"policy_loss_type": "dppo_kl", "ratio_clip_min": 0.1}, "effect .* dppo_kl"),
         ({"disable_ppo_ratio": True, "ratio_clip_max": 0.3}, "effect with disable_ppo_ratio"),
