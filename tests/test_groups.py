@@ -1,5 +1,6 @@
 """Group statistics: the slow oracle, exact zeros, and no residue in a leave-one-out deviation."""
 
+import math
 from typing import Any
 
 import advantages_oracle as oracle
@@ -93,6 +94,33 @@ def test_others_without_variance_do_not_blow_up_the_odd_one(
     # No deviation among the others: the difference stands undivided.
     assert found[odd].item() == pytest.approx(1.0, rel=1e-6 if dtype == F64 else 0.2)
     assert found.abs().max() <= 1.2
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e6])
+@pytest.mark.parametrize(("units", "equal"), [(0, True), (2, True), (4, True), (5, False)])
+def test_equal_means_within_four_units_of_rounding_at_any_scale(
+    scale: float, units: int, equal: bool
+):
+    # A power of two, where a unit of rounding is exactly epsilon times the value.
+    base = 2.0 ** round(math.log2(scale))
+    rewards = [base, base * (1 + units * torch.finfo(torch.float32).eps)]
+    found = relative(rewards, [0, 0], torch.float32, leave_one_out=False, normalize=False)
+    assert bool((found == 0).all()) == equal
+
+
+@pytest.mark.parametrize(("units", "divided"), [(0, False), (4, False), (7, True)])
+def test_a_deviation_of_the_others_beyond_rounding_divides(units: int, divided: bool):
+    small = 2.0**-10
+    rewards = [small, small * (1 + units * torch.finfo(torch.float32).eps), 5.0]
+    found = relative(rewards, [0] * 3, torch.float32, leave_one_out=True, normalize=True)
+    expected = oracle.group_relative(rewards, [0] * 3, leave_one_out=True, normalize=divided)
+    assert found[2].item() == pytest.approx(expected[2], rel=1e-5)
+
+
+def test_advantages_of_a_group_carry_no_gradient():
+    rewards = torch.tensor([0.0, 1.0, 3.0], requires_grad=True)
+    groups = torch.zeros(3, dtype=torch.int64)
+    assert not group_relative(rewards, groups, leave_one_out=True, normalize=True).requires_grad
 
 
 def test_small_differences_beside_a_large_reward_are_kept():

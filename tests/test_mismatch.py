@@ -162,8 +162,12 @@ def test_a_sequence_above_the_threshold_or_without_a_number_is_dropped_and_count
     assert kept.tolist() == [True, False, False, False, True]
     assert torch.equal(samples, before)
     assert values(metrics)["seq_logprob_error_masked"] == 0.5
-    at_the_threshold = math.exp(1.0)
     clean = torch.tensor([True, True, False, False, True])
-    kept, metrics = keep_matching_sequences(prev, engine, mask, clean, at_the_threshold + 1e-6)
+    at_the_threshold = sequence_errors(prev, engine, mask)[1].item()
+    kept, metrics = keep_matching_sequences(prev, engine, mask, clean, at_the_threshold)
     assert kept.tolist() == clean.tolist()
-    assert value(metrics["seq_logprob_error_max"]) == pytest.approx(at_the_threshold)
+    assert value(metrics["seq_logprob_error_masked"]) == 0.0
+    assert value(metrics["seq_logprob_error_max"]) == pytest.approx(math.e)
+    none = torch.zeros(5, dtype=torch.bool)
+    _, metrics = keep_matching_sequences(prev, engine, mask, none, 1.5)
+    assert value(metrics["seq_logprob_error_max"]) == 0.0
