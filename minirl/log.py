@@ -8,11 +8,13 @@ bar, and plain lines where it is not a terminal.
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TextIO
 
@@ -72,7 +74,8 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> No
     path = metrics_path(run_dir)
     if not path.exists():
         return
-    numbers = [int(p.stem.split("-")[1]) for p in run_dir.glob("metrics-*.jsonl")]
+    names = (re.fullmatch(r"metrics-(\d+)\.jsonl", p.name) for p in run_dir.iterdir())
+    numbers = [int(name[1]) for name in names if name]
     kept = path.rename(run_dir / f"metrics-{max(numbers, default=0) + 1}.jsonl")
     lines = [json.dumps(x) for x in read_metrics(kept) if (x["step"] or 0) <= resumed_step]
     if resumed_step > 0:
@@ -163,7 +166,7 @@ def curve(points: Mapping[str, Sequence[tuple[int, float]]], title: str) -> str:
 
     figure = plotext.figure.clear()
     figure.theme("colorless").plot_size(72, 18).title(title).label("step")
-    for marker, (name, pairs) in zip("ox+*", points.items(), strict=False):
+    for marker, (name, pairs) in zip(cycle("ox+*"), points.items(), strict=False):
         xs, ys = zip(*pairs, strict=True)
         figure.draw(figure.signal(list(xs), list(ys), marker=marker).label(name))
     return str(plotext.uncolorize(figure.build().string()))  # pyright: ignore[reportUnknownArgumentType] # plotext is untyped
