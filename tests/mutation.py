@@ -106,6 +106,8 @@ def operator_edits(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Compare(ops=[op, *_]), ast.Compare() if type(op) in COMPARISONS:
             new.ops[0] = COMPARISONS[type(op)]()
             yield f"{type(op).__name__} -> {type(new.ops[0]).__name__}", new
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=1)), _:
+            pass  # -1 names the last dimension, and of two so does 1: no fault
         case ast.UnaryOp(), ast.UnaryOp() if isinstance(node.op, ast.USub | ast.Invert | ast.Not):
             yield f"{type(node.op).__name__} dropped", new.operand
         case ast.IfExp(), ast.IfExp():
