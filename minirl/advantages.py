@@ -65,7 +65,8 @@ def advantages(
     Raises:
         ValueError: the estimator lacks an input, a reward is not finite, or a group has one sample.
     """
-    _check_rewards(scores.rewards)
+    for name, part in {"reward": scores.rewards, **scores.components}.items():
+        _check_rewards(part, name, scores.groups)
     if loss.use_kl_in_reward and cfg.name not in ("reinforce_plus_plus", "gae"):
         raise ValueError(
             f"use_kl_in_reward: estimator {cfg.name} has no token rewards, so the penalty would be"
@@ -192,7 +193,9 @@ def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
     combined = torch.einsum("n,nb->b", parts.new_tensor(weights), parts).double()
     centred = combined - combined.mean()
     std = combined.std() if combined.numel() > 1 else combined.new_zeros(())
-    result = torch.where(std > 0, centred / std, centred)
+    # A sum that cancels leaves rounding, which must not be blown up to a standard deviation of 1.
+    rounding = parts.abs().amax() * (8 * torch.finfo(parts.dtype).eps)
+    result = torch.where(std > rounding, centred / std, torch.where(std > 0, 0.0, centred))
     return torch.where((parts == 0).all(0), 0.0, result).to(scores.rewards.dtype)
 
 
@@ -268,10 +271,14 @@ def _required(x: Tensor | None, name: str, why: str) -> Tensor:
     return x
 
 
-def _check_rewards(rewards: SampleWeights) -> None:
+def _check_rewards(rewards: SampleWeights, name: str, groups: Int[Tensor, " samples"]) -> None:
+    if rewards.shape != groups.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(rewards.shape)} for groups of shape {tuple(groups.shape)}"
+        )
     finite = rewards.isfinite()
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
         raise ValueError(
-            f"the reward of sample {row} is {float(rewards[row])}; a reward must be finite"
+            f"the {name} of sample {row} is {float(rewards[row])}; a reward must be finite"
         )

@@ -198,7 +198,15 @@ def _conversations(inputs: Sequence[str], cfg: DatasetConfig, name: str) -> list
 def _text_of(path: str, key: str) -> str:
     if not Path(path).is_file():
         raise ValueError(f"{key}={path!r}: there is no such file")
-    return Path(path).read_text(encoding="utf-8")
+    return _decoded(Path(path), f"{key}={path!r}")
+
+
+def _decoded(path: Path, key: str) -> str:
+    """The text of a UTF-8 file, without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}: the file is not UTF-8 ({error}); convert it") from error
 
 
 def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
@@ -237,6 +245,12 @@ def _value(
             f"{key}={column!r}: row {row} holds {value!r} of type {type(value).__name__}; "
             f"required is {allowed}"
         )
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{key}={column!r}: row {row} holds half of a character ({error.reason}); repair it"
+        ) from error
     return value
 
 
@@ -256,15 +270,16 @@ def _read_file(name: str, key: str) -> list[dict[str, object]]:
     # Not through Arrow's or pandas's JSON readers: they turn text that looks like a date into one
     # and fill absent columns.
     rows: list[dict[str, object]] = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{key}: line {number} is not JSON: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{key}: line {number} holds no JSON object but {line.strip()!r}")
-            rows.append(cast("dict[str, object]", row))
+    # Not splitlines: JSON text may hold other line ends than this one.
+    text = _decoded(path, key).removesuffix("\n")
+    for number, line in enumerate(text.split("\n") if text else [], 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{key}: line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{key}: line {number} holds no JSON object but {line.strip()!r}")
+        rows.append(cast("dict[str, object]", row))
     return rows
 
 

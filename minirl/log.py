@@ -10,6 +10,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,25 @@ def metrics_path(run_dir: Path) -> Path:
     return run_dir / "metrics.jsonl"
 
 
+def prepare_folder(folder: Path, key: str) -> None:
+    """Makes the folder that `key` names, and tries whether it can be written.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if str(folder).startswith("~"):
+        raise ValueError(f"{key}: '~' is not expanded; write {str(folder.expanduser())!r}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{key}: {str(folder)!r} cannot be written ({error.strerror}); "
+            "name a folder that you may write to"
+        ) from error
+
+
 def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> None:
     """Makes the run folder and writes the resolved config into it, on the first rank.
 
@@ -63,14 +83,8 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> No
     """
     if not is_first_rank():
         return
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(config_yaml)
-    except OSError as error:
-        raise ValueError(
-            f"logger.log_dir: {str(run_dir)!r} cannot be written ({error.strerror}); "
-            "name a folder that you may write to"
-        ) from error
+    prepare_folder(run_dir, "logger.log_dir")
+    (run_dir / "config.yaml").write_text(config_yaml)
     path = metrics_path(run_dir)
     if not path.exists():
         return

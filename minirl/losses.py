@@ -305,7 +305,11 @@ def _check(inputs: PolicyLossInputs, cfg: LossConfig) -> None:
     shape = inputs.logprobs.shape
     if len(shape) != 2:
         raise ValueError(f"logprobs has shape {tuple(shape)}; expected [batch, position]")
+    if 0 in shape:
+        raise ValueError(f"logprobs has shape {tuple(shape)}; a batch has at least one position")
     for name, value in inputs._asdict().items():
+        if value is None and name not in ("reference_logprobs", "entropy"):
+            raise ValueError(f"{name} is None; give a tensor of the shape that its field documents")
         expected = shape[:1] if name in ("sample_mask", "rewards") else shape
         if value is not None and value.shape != expected:
             raise ValueError(

@@ -312,7 +312,7 @@ def _call(function: Function, pickled: bytes) -> _Reply:
             parts = {str(name): _number(part) for name, part in several.items()}
             return _Reply("returned", sum(parts.values()), parts=parts)
         return _Reply("returned", _number(value))
-    except Exception:
+    except (Exception, SystemExit):  # a function that calls sys.exit has failed too
         return _Reply("raised", detail=traceback.format_exc())
 
 

@@ -323,3 +323,27 @@ def test_clipping_bounds_advantages_on_the_sides_that_are_set():
     unbounded = clip_advantages(x, None, None)
     assert torch.equal(unbounded, x)
     assert unbounded is not x
+
+
+def test_gdpo_does_not_blow_up_rounding_where_the_parts_cancel():
+    rewards = torch.rand(12, dtype=torch.float64)
+    scores = Scores(
+        rewards=torch.zeros(12, dtype=torch.float64),
+        groups=torch.arange(12) // 3,
+        components={"a": rewards, "b": -rewards},
+    )
+    mask = torch.ones(12, 2, dtype=torch.bool)
+    tokens = TokenInputs(mask, torch.ones(12, dtype=torch.bool))
+    found = advantages(AdvEstimatorConfig(name="gdpo"), LossConfig(), scores, tokens)
+    assert found.abs().max() == 0
+
+
+def test_a_reward_part_that_is_not_finite_or_too_short_is_refused():
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    tokens = TokenInputs(mask, torch.ones(4, dtype=torch.bool))
+    base = Scores(torch.zeros(4), torch.tensor([0, 0, 1, 1]), {"a": torch.rand(4)})
+    cfg = AdvEstimatorConfig(name="gdpo")
+    for bad, message in ((torch.tensor([0, 1, math.nan, 1]), "the b of"), (torch.rand(3), "b has")):
+        scores = base._replace(components={**base.components, "b": bad})
+        with pytest.raises(ValueError, match=message):
+            advantages(cfg, LossConfig(), scores, tokens)

@@ -159,6 +159,22 @@ def test_an_unwritable_run_folder(refusal: Callable[..., str], tmp_path: Path):
     assert "cannot be written" in message
 
 
+def test_an_unwritable_checkpoint_folder(refusal: Callable[..., str], tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    place = f"checkpointing.checkpoint_dir={tmp_path / 'file'}"
+    assert "checkpointing.checkpoint_dir" in refusal("checkpointing.enabled=true", place)
+
+
+def test_a_file_that_is_not_utf8(refusal: Callable[..., str], rows: Path):
+    rows.write_bytes(b'{"input": "caf\xe9", "output": "1"}')
+    assert "is not UTF-8" in refusal()
+
+
+def test_half_a_character(refusal: Callable[..., str], rows: Path):
+    rows.write_text('{"input": "\\ud83d", "output": "1"}\n')
+    assert "half of a character" in refusal()
+
+
 def test_a_reward_function_that_is_not_there(refusal: Callable[..., str]):
     assert "cannot be loaded" in refusal("data.train.env_name=json:nothing")
 

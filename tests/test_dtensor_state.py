@@ -111,6 +111,24 @@ def test_a_schedule_that_comes_or_goes_is_refused_on_load(solo, folders, tmp_pat
         backend.load_(fresh, tmp_path)
 
 
+@pytest.mark.parametrize("kwargs", [{"lr": 2e-3}, {"lr": 1e-3, "weight_decay": 0.5}])
+def test_another_optimizer_is_refused_on_load(solo, folders, tmp_path, kwargs):
+    backend, state = dtensor.open_backend(policy_config(folders["qwen3"]), solo, KEY)
+    backend.save(state, tmp_path)
+    other = policy_config(folders["qwen3"], optimizer=OptimizerConfig(kwargs=kwargs))
+    backend, fresh = dtensor.open_backend(other, solo, KEY)
+    with pytest.raises(ValueError, match=r"policy\.optimizer"):
+        backend.load_(fresh, tmp_path)
+
+
+def test_a_torn_checkpoint_is_refused_by_its_folder(solo, folders, tmp_path):
+    backend, state = dtensor.open_backend(policy_config(folders["qwen3"]), solo, KEY)
+    backend.save(state, tmp_path)
+    (tmp_path / "state.json").write_text("")
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        backend.load_(state, tmp_path)
+
+
 # ---- gradients that are not finite --------------------------------------------------------------
 
 

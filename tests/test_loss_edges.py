@@ -258,3 +258,16 @@ def test_dapo_and_bnpo_are_names_of_the_token_mean_and_grpo_of_the_sequence_mean
     for name, expected in (("dapo", token), ("bnpo", token), ("grpo", sequence)):
         cfg = config(normalization=name, token_level_loss=name != "grpo")
         assert run(tensors(lists), cfg, 9.0, 3.0)[0] == expected
+
+
+@pytest.mark.parametrize("name", ["rewards", "generation_logprobs"])
+def test_a_missing_input_is_refused_by_name(name: str):
+    inputs = PolicyLossInputs(*(torch.zeros(1, 2) for _ in range(6)), torch.ones(1), torch.ones(1))
+    with pytest.raises(ValueError, match=f"{name} is None"):
+        policy_loss(inputs._replace(**{name: None}), {}, num_tokens=2, num_sequences=1)
+
+
+def test_an_empty_batch_is_refused():
+    empty = PolicyLossInputs(*(torch.zeros(0, 2) for _ in range(6)), torch.ones(0), torch.ones(0))
+    with pytest.raises(ValueError, match="at least one position"):
+        policy_loss(empty, {}, num_tokens=0, num_sequences=0)

@@ -28,6 +28,7 @@ from minirl.log import (
     curve,
     metrics_path,
     open_log,
+    prepare_folder,
     prepare_run_dir,
     read_metrics,
     timed,
@@ -88,6 +89,8 @@ def run_grpo(run: GrpoRun) -> None:
     with ExitStack() as stack:
         with user_errors():
             inputs = read_inputs(run, launched_size())
+            if run.checkpointing.enabled:
+                prepare_folder(folder, "checkpointing.checkpoint_dir")
             kept = resumed_from(run)
             prepare_run_dir(run_dir, dump(run), resumed_step=kept[0] if kept else 0)
             reward = stack.enter_context(open_rewards(run.env, run.data.train))

@@ -329,6 +329,7 @@ def _save(state: State, folder: Path) -> None:
         "cursor": state.cursor,
         "key": state.key,
         "schedule": None if trainer.schedule is None else trainer.schedule.state_dict(),
+        "optimizer": optim.settings(trainer.optimizer),
     }
     shards.save(folder, trainer.parameters(), trainer.optimizer, values, trainer.axis)
 
@@ -337,7 +338,8 @@ def _load_(state: State, folder: Path) -> State:
     """See `Backend.load_`. The reference stays what it was.
 
     Raises:
-        ValueError: the folder holds no such checkpoint, or that of another model or schedule.
+        ValueError: the folder holds no such checkpoint, or that of another model, schedule or
+            optimizer.
     """
     trainer = _current(state)
     values = shards.read_values(folder)
@@ -345,6 +347,11 @@ def _load_(state: State, folder: Path) -> State:
         raise ValueError(
             f"{str(folder)!r} was saved {'without' if trainer.schedule else 'with'} a schedule: "
             "set policy.scheduler as it was, or start a new run"
+        )
+    if values["optimizer"] != optim.settings(trainer.optimizer):
+        raise ValueError(
+            f"{str(folder)!r} was saved with the optimizer {values['optimizer']}, not "
+            f"{optim.settings(trainer.optimizer)}: set policy.optimizer as it was, or start anew"
         )
     shards.load_(folder, trainer.parameters(), trainer.optimizer, values, trainer.axis)
     if trainer.schedule is not None:

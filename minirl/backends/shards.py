@@ -56,7 +56,10 @@ def read_values(folder: Path) -> dict[str, Any]:
     file = folder / VALUES
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} is no complete checkpoint: it has no {VALUES}")
-    return dict(json.loads(file.read_text()))
+    try:
+        return dict(json.loads(file.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{str(folder)!r} is no complete checkpoint: {VALUES}: {error}") from error
 
 
 def load_(
