@@ -274,3 +274,10 @@ def without(tree: dict[str, Any], key: str) -> GrpoRun | None:
         return load_tree(tree)
     except ValueError:
         return None
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k"])
+def test_a_sampler_that_leaves_tokens_out_is_refused(key: str):
+    # field failure 28: the trainer's log-probs are over the whole vocabulary.
+    text = message(MINIMAL, f"policy.generation.{key}=0.9")
+    assert f"policy.generation.{key}" in text

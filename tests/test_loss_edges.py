@@ -271,3 +271,24 @@ def test_an_empty_batch_is_refused():
     empty = PolicyLossInputs(*(torch.zeros(0, 2) for _ in range(6)), torch.ones(0), torch.ones(0))
     with pytest.raises(ValueError, match="at least one position"):
         policy_loss(empty, {}, num_tokens=0, num_sequences=0)
+
+
+def test_a_group_without_advantage_still_feels_the_penalty():
+    # field failure 53: decided. Only `use_dynamic_sampling` takes such groups out of the loss.
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    zero, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    constant = PolicyLossInputs(
+        logprobs,
+        logprobs.detach(),
+        logprobs.detach(),
+        zero - 3,
+        zero,
+        mask,
+        torch.ones(1),
+        mask[0, :1],
+    )
+    cfg = {"reference_policy_kl_penalty": 0.1}
+    loss, _ = policy_loss(constant, cfg, num_tokens=2, num_sequences=1)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert (logprobs.grad > 0).all()

@@ -129,7 +129,7 @@ def test_metrics_are_those_of_the_whole_batch(solo, cfg):
     kept=st.lists(st.booleans(), min_size=8, max_size=8),
     sizes=st.lists(st.integers(1, 8), min_size=1),
 )
-def test_counts_are_those_of_trained_tokens_and_kept_samples(kept, sizes):
+def test_counts_are_those_of_trained_tokens_and_kept_samples(kept, sizes):  # field failure 2
     samples = make_samples(8)
     batches = [
         make_batch([samples[i] for i in part], [kept[i] for i in part])
