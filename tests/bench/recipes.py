@@ -50,7 +50,7 @@ def main() -> None:
     for name in sys.argv[2:] or ORDER:
         seen = [accuracies(name, seed, num_steps) for seed in (0, 1)]
         cells = [f"{a[0]:.2f}, {a[-1]:.2f}" for a in seen]
-        print(f"| `{name}` | {num_steps} | {cells[0]} | {cells[1]} |", flush=True)
+        print(f"| {name} | {num_steps} | {cells[0]} | {cells[1]} |", flush=True)
 
 
 if __name__ == "__main__":
