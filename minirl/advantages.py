@@ -166,7 +166,7 @@ def _grpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
 def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
     """GDPO: each reward component judged on its own, summed, then standardized over the batch.
 
-    A = (S - mean S) / std S,  S = sum_n w_n A_n;  only centred where std S = 0
+    A = (S - mean S) / std S,  S = sum_n w_n A_n;  0 where std S is rounding
 
     A group that is constant in every component keeps 0.
 
@@ -195,7 +195,7 @@ def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
     std = combined.std() if combined.numel() > 1 else combined.new_zeros(())
     # A sum that cancels leaves rounding, which must not be blown up to a standard deviation of 1.
     rounding = parts.abs().amax() * (8 * torch.finfo(parts.dtype).eps)
-    result = torch.where(std > rounding, centred / std, torch.where(std > 0, 0.0, centred))
+    result = torch.where(std > rounding, centred / std, 0.0)
     return torch.where((parts == 0).all(0), 0.0, result).to(scores.rewards.dtype)
 
 

@@ -153,18 +153,28 @@ def test_gdpo_equals_the_oracle(seed: int, weights: list[float] | None, loo: boo
     torch.testing.assert_close(found, torch.tensor(rows, dtype=F64), rtol=1e-9, atol=1e-9)
 
 
-def test_gdpo_leaves_a_constant_group_at_zero_and_only_centres_without_variance():
-    everyone = TokenInputs(torch.ones(4, 1, dtype=torch.bool), torch.ones(4, dtype=torch.bool))
-    groups = torch.tensor([0, 0, 1, 1])
-    split = torch.tensor([0.0, 1.0, 0.3, 0.3], dtype=F64)
-    cfg = estimator("gdpo", normalize_rewards=False)
+def test_gdpo_leaves_a_constant_group_at_zero_where_the_batch_has_a_mean():
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    split = torch.tensor([0.0, 0.0, 1.0, 0.3, 0.3, 0.3], dtype=F64)
+    everyone = TokenInputs(torch.ones(6, 1, dtype=torch.bool), torch.ones(6, dtype=torch.bool))
     found = advantages(
-        cfg, LossConfig(), Scores(split, groups, {"a": split, "b": split * 0}), everyone
+        estimator("gdpo"), LossConfig(), Scores(split, groups, {"a": split, "b": split}), everyone
     )
-    assert found[2:].flatten().tolist() == [0.0, 0.0]
-    assert (found[:2] != 0).all()
+    assert found[3:].flatten().tolist() == [0.0] * 3
+    assert found[:3].sum().abs() > 0.1
     still = Scores(split, groups, {"a": split * 0 + 0.3, "b": split * 0 + 0.1})
-    assert not advantages(cfg, LossConfig(), still, everyone).any()
+    assert not advantages(estimator("gdpo"), LossConfig(), still, everyone).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_gdpo_components_that_cancel_leave_zero_and_not_their_rounding(dtype: torch.dtype):
+    groups = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+    first = torch.tensor([0.1, 0.7, 0.2, 0.9, 0.3, 0.3, 0.5], dtype=dtype)
+    everyone = TokenInputs(torch.ones(7, 1, dtype=torch.bool), torch.ones(7, dtype=torch.bool))
+    for weights, other in ((None, 1.0 - first), ([3.0, -1.0], 3.0 * first)):
+        scores = Scores(first, groups, {"a": first, "b": other})
+        cfg = estimator("gdpo", reward_weights=weights, normalize_rewards=weights is None)
+        assert not advantages(cfg, LossConfig(), scores, everyone).any()
 
 
 @given(
@@ -232,13 +242,16 @@ def test_rows_of_two_ranks_equal_those_of_one(name: str, keys: dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_inputs_are_not_changed_and_no_gradient_comes_out(name: str):
+@pytest.mark.parametrize("keys", [{}, KL_IN_REWARD])
+def test_inputs_are_not_changed_and_no_gradient_comes_out(name: str, keys: dict[str, Any]):
+    if keys and name not in ("reinforce_plus_plus", "gae"):
+        return
     scores, tokens = tokens_case(4)
     for x in (scores.rewards, *tokens[2:], *scores.components.values()):
         x.requires_grad_()
     leaves = [scores.rewards, scores.groups, *scores.components.values(), *tokens]
     before = [x.detach().clone() for x in leaves]
-    found = advantages(estimator(name), LossConfig(), scores, tokens)
+    found = advantages(estimator(name), msgspec.convert(keys, LossConfig), scores, tokens)
     assert not found.requires_grad
     same = zip(leaves, before, strict=True)
     assert all(torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0)) for x, y in same)
@@ -323,19 +336,6 @@ def test_clipping_bounds_advantages_on_the_sides_that_are_set():
     unbounded = clip_advantages(x, None, None)
     assert torch.equal(unbounded, x)
     assert unbounded is not x
-
-
-def test_gdpo_does_not_blow_up_rounding_where_the_parts_cancel():
-    rewards = torch.rand(12, dtype=torch.float64)
-    scores = Scores(
-        rewards=torch.zeros(12, dtype=torch.float64),
-        groups=torch.arange(12) // 3,
-        components={"a": rewards, "b": -rewards},
-    )
-    mask = torch.ones(12, 2, dtype=torch.bool)
-    tokens = TokenInputs(mask, torch.ones(12, dtype=torch.bool))
-    found = advantages(AdvEstimatorConfig(name="gdpo"), LossConfig(), scores, tokens)
-    assert found.abs().max() == 0
 
 
 def test_a_reward_part_that_is_not_finite_or_too_short_is_refused():
