@@ -233,7 +233,7 @@ def _kl_penalty(loss: LossConfig, tokens: TokenInputs, mask: TokenMask) -> Token
     reference = _required(tokens.reference_logprobs, "reference_logprobs", why)
     kl = kl_term(
         prev.detach(),
-        torch.where(mask, reference, 0.0).detach(),
+        torch.where(mask, reference, 0.0),
         torch.ones_like(prev),
         kind=loss.reference_policy_kl_type,
         input_clamp=loss.kl_input_clamp_value,

@@ -101,6 +101,18 @@ def test_a_bounded_loss_at_a_gap_of_200_equals_the_oracle_in_float32(
     assert values(metrics)["overflow_tokens"] == tokens_of(lists)
 
 
+@pytest.mark.parametrize(("now", "sampler"), [(-5.0, 0.0), (0.0, -5.0)])
+def test_dppo_blocks_a_token_that_moved_away_from_a_certain_policy(now: float, sampler: float):
+    lists = random_case(7, rows=1, columns=1).lists | {"token_mask": [[1]], "sample_mask": [1]}
+    lists |= {"logprobs": [[now]], "prev_logprobs": [[now]], "generation_logprobs": [[sampler]]}
+    keys = {"policy_loss_type": "dppo_kl", "divergence_threshold": 0.05}
+    cfg = config(reference_policy_kl_penalty=0.0, **keys)
+    away, back = (-1.0, 1.0) if now < sampler else (1.0, -1.0)
+    for advantage, blocked in ((away, True), (back, False)):
+        inputs = tensors(lists | {"advantages": [[advantage]]}, torch.float32)
+        assert (run(inputs, cfg, 1.0, 1.0)[1].item() == 0.0) == blocked
+
+
 # field failure 20
 def test_a_second_update_on_the_same_samples_is_clipped():
     lists = random_case(2).lists | {"token_mask": [[1] * 4] * 3, "sample_mask": [1] * 3}
