@@ -1,8 +1,8 @@
 """What is logged about a policy loss: the metrics of NeMo-RL under its names, and a few more.
 
 Every metric is this micro-batch's share (`Sum`, divided by a count of the global batch) or an
-extreme (`Max`, `Min`). Nothing here has a gradient. Masked positions hold finite values; `kept` is
-the mask as 0 and 1.
+extreme (`Max`, `Min`), computed under `torch.no_grad`. Masked positions hold finite values;
+`kept` is the mask as 0 and 1.
 """
 
 import math
@@ -60,8 +60,8 @@ def surrogate_metrics(
     outside = infinite_outside(mask)
     metrics: Metrics = {}
     for name, ratio in (
-        ("probs_ratio", surrogate.ratio.detach()),
-        ("probs_ratio_clamped", surrogate.bounded.detach()),
+        ("probs_ratio", surrogate.ratio),
+        ("probs_ratio_clamped", surrogate.bounded),
     ):
         smallest, largest = extremes(ratio, outside)
         metrics[name] = Sum(kept_mean(ratio, kept, num_tokens))

@@ -158,7 +158,6 @@ def positive_nll(
 def _surrogate(x: _Selected, cfg: LossConfig) -> Surrogate:
     """The algorithm that the config names."""
     low, high = cfg.ratio_clip_min, cfg.ratio_clip_max
-    threshold = cfg.divergence_threshold or 0.0
     match cfg.policy_loss_type:
         case "clip":
             return _clip_family(x, cfg)
@@ -172,13 +171,14 @@ def _surrogate(x: _Selected, cfg: LossConfig) -> Surrogate:
         case "gmpo":
             return gmpo_loss(x.logprobs - x.prev, x.advantages, x.kept, low, high)
         case "dppo_tv" | "dppo_kl" as kind:
+            assert cfg.divergence_threshold is not None
             return dppo_loss(
                 x.logprobs,
                 x.prev,
                 x.generation,
                 x.advantages,
                 divergence="tv" if kind == "dppo_tv" else "kl",
-                threshold=threshold,
+                threshold=cfg.divergence_threshold,
             )
 
 
@@ -239,7 +239,7 @@ def _kl_per_token(x: _Selected, cfg: LossConfig) -> TokenWeights:
     assert x.reference is not None
     weight = x.kept
     if cfg.use_on_policy_kl_approximation:
-        weight = bounded_exp(x.logprobs.detach() - x.generation)
+        weight = bounded_exp(x.logprobs - x.generation)
     return kl_term(
         x.logprobs,
         x.reference,
@@ -254,9 +254,9 @@ def _metrics(
     x: _Selected, surrogate: Surrogate, cfg: LossConfig, counts: tuple[Count, Count]
 ) -> Metrics:
     num_tokens = counts[0]
-    update = x.logprobs.detach() - x.prev
+    update = x.logprobs - x.prev
     moved = update + x.gap
-    entropy = approximate_entropy(x.logprobs.detach(), moved, x.kept, num_tokens)
+    entropy = approximate_entropy(x.logprobs, moved, x.kept, num_tokens)
     metrics = mismatch_metrics(x.gap, x.kept, cfg.reference_policy_kl_type, num_tokens)
     metrics |= surrogate_metrics(surrogate, x.mask, x.kept, num_tokens)
     metrics["approx_entropy"] = Sum(entropy)
@@ -296,7 +296,7 @@ def _select(inputs: PolicyLossInputs, cfg: LossConfig) -> _Selected:
         mask=mask,
         kept=mask.to(dtype),
         kept_samples=sample_mask.to(dtype),
-        rewards=select(inputs.rewards.detach().to(dtype), sample_mask),
+        rewards=select(inputs.rewards.to(dtype), sample_mask),
         entropy=None if inputs.entropy is None else constant(inputs.entropy),
     )
 
