@@ -6,6 +6,7 @@ flows through the ratio or the log-prob that is passed in, never through anythin
 function a config means is decided in `minirl.losses`.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,18 +51,14 @@ def clipped_pg_loss(
 
     l_t = max(-A_t r_t, -A_t clip(r_t, 1 - low, 1 + high))
 
-    It is written without the maximum: a token is free, l_t = -A_t r_t, or the bound that its
-    advantage pushes it against makes it the constant -A_t clip(r_t).
-
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; Shao et al. 2024 (GRPO),
     arXiv:2402.03300, eq. 3; separate bounds, Yu et al. 2025 (DAPO), arXiv:2503.14476, eq. 10.
     """
-    bounded = ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
-    side = (ratio.detach() - bounded).sign()
-    fixed = (side * advantages.sign()).relu()
-    high = fixed * side.relu()
-    loss = -advantages * ((1.0 - fixed) * ratio + fixed * bounded)
-    return Surrogate(loss=loss, ratio=ratio, bounded=bounded, low=fixed - high, high=high)
+    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    free, fixed = -advantages * ratio, -advantages * bounded
+    cut = is_positive(fixed - free)
+    high = cut * is_positive(advantages)
+    return Surrogate(torch.maximum(free, fixed), ratio, bounded.detach(), low=cut - high, high=high)
 
 
 def dual_clip(surrogate: Surrogate, advantages: TokenWeights, constant: float) -> Surrogate:
@@ -69,9 +66,9 @@ def dual_clip(surrogate: Surrogate, advantages: TokenWeights, constant: float) -
 
     Source: Ye et al. 2020, arXiv:1912.09729.
     """
-    cap = -advantages * constant
-    fixed = is_positive(surrogate.loss - cap) * is_positive(-advantages)
-    loss = (1.0 - fixed) * surrogate.loss + fixed * cap
+    cap = torch.where(advantages < 0, -advantages * constant, math.inf)
+    fixed = is_positive(surrogate.loss - cap)
+    loss = torch.minimum(surrogate.loss, cap)
     return surrogate._replace(loss=loss, high=surrogate.high + fixed)
 
 
