@@ -31,7 +31,19 @@ MODULES = [
     "loss_metrics",
     "losses",
 ]
-TESTS = ["golden", "groups", "kl", "reduce", "mismatch", "advantages", "losses", "loss_edges"]
+TESTS = [
+    "golden",
+    "groups",
+    "kl",
+    "reduce",
+    "mismatch",
+    "advantages",
+    "losses",
+    "loss_edges",
+    "loss_config",
+    "policy_losses",
+    "loss_metrics",
+]
 TIMEOUT_S = 300
 
 OPERATORS: dict[type, type] = {
