@@ -122,14 +122,14 @@ def generalized_advantages(
     arXiv:2504.05118, section 4.
     """
     mask = tokens.token_mask & tokens.sample_mask.unsqueeze(-1)
-    values = torch.where(mask, _required(tokens.values, "values", "gae"), 0.0).detach()
+    values = _required(tokens.values, "values", "gae").detach()
     last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
     token_rewards = _spread(rewards, last).to(values.dtype)
     if loss.use_kl_in_reward:
-        token_rewards = token_rewards - _kl_penalty(loss, tokens, mask)
+        token_rewards = token_rewards - _kl_penalty(loss, tokens)
     by_value = cfg.gae_lambda if cfg.gae_lambda_value is None else cfg.gae_lambda_value
     by_policy = cfg.gae_lambda if cfg.gae_lambda_policy is None else cfg.gae_lambda_policy
-    lambda_policy = torch.full_like(values[:, 0], by_policy)
+    lambda_policy = values.new_full(rewards.shape, by_policy)
     if cfg.length_adaptive_alpha > 0:
         lengths = mask.sum(-1).to(values.dtype)
         lambda_policy = 1.0 - 1.0 / (cfg.length_adaptive_alpha * lengths).clamp(min=1.0)
@@ -188,9 +188,12 @@ def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
             " give one per component, in this order"
         )
     parts = torch.stack(
-        [_grpo(cfg, scores._replace(rewards=scores.components[name])) for name in names]
+        [
+            weight * _grpo(cfg, scores._replace(rewards=scores.components[name]))
+            for weight, name in zip(weights, names, strict=True)
+        ]
     )
-    combined = torch.einsum("n,nb->b", parts.new_tensor(weights), parts).double()
+    combined = parts.double().sum(0)
     centred = combined - combined.mean()
     std = combined.std() if combined.numel() > 1 else combined.new_zeros(())
     # A sum that cancels leaves rounding, which must not be blown up to a standard deviation of 1.
@@ -222,18 +225,17 @@ def _reinforce_plus_plus(
         )
     spread = _spread(per_sample[rows], mask)
     if loss.use_kl_in_reward:
-        spread = spread - _kl_penalty(loss, tokens, mask).to(spread.dtype)
+        spread = spread - _kl_penalty(loss, tokens).to(spread.dtype)
     return standardize(spread, mask, sum_over)
 
 
-def _kl_penalty(loss: LossConfig, tokens: TokenInputs, mask: TokenMask) -> TokenWeights:
-    """beta k(reference - prev) per token; 0 outside the mask."""
+def _kl_penalty(loss: LossConfig, tokens: TokenInputs) -> TokenWeights:
+    """beta k(reference - prev) per token; anything outside the mask."""
     why = "use_kl_in_reward"
-    prev = torch.where(mask, _required(tokens.prev_logprobs, "prev_logprobs", why), 0.0)
-    reference = _required(tokens.reference_logprobs, "reference_logprobs", why)
+    prev = _required(tokens.prev_logprobs, "prev_logprobs", why).detach()
     kl = kl_term(
-        prev.detach(),
-        torch.where(mask, reference, 0.0),
+        prev,
+        _required(tokens.reference_logprobs, "reference_logprobs", why),
         torch.ones_like(prev),
         kind=loss.reference_policy_kl_type,
         input_clamp=loss.kl_input_clamp_value,
@@ -252,11 +254,11 @@ def _discounted(
     """GAE's recursion, backwards over positions; what is masked is skipped, not a zero reward."""
     next_value = next_advantage = torch.zeros_like(lambdas)
     found: list[Tensor] = []
-    columns = zip(rewards.unbind(1), values.unbind(1), mask.unbind(1), strict=True)
-    for reward, value, real in reversed(list(columns)):
-        delta = reward + gamma * next_value - value
+    for t in reversed(range(mask.shape[1])):
+        real = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
         next_advantage = torch.where(real, delta + gamma * lambdas * next_advantage, next_advantage)
-        next_value = torch.where(real, value, next_value)
+        next_value = torch.where(real, values[:, t], next_value)
         found.append(torch.where(real, next_advantage, 0.0))
     return torch.stack(found[::-1], dim=1)
 

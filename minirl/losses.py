@@ -281,17 +281,14 @@ def _select(inputs: PolicyLossInputs, cfg: LossConfig) -> _Selected:
         return chosen(x.detach())
 
     logprobs, generation = chosen(inputs.logprobs), constant(inputs.generation_logprobs)
+    reference = inputs.reference_logprobs
     prev = logprobs.detach() if cfg.force_on_policy_ratio else constant(inputs.prev_logprobs)
     return _Selected(
         logprobs=logprobs,
         prev=prev,
         generation=generation,
         gap=prev - generation,
-        reference=(
-            constant(inputs.reference_logprobs)
-            if inputs.reference_logprobs is not None and _has_kl_term(cfg)
-            else None
-        ),
+        reference=None if reference is None else constant(reference),
         advantages=constant(inputs.advantages),
         mask=mask,
         kept=mask.to(dtype),

@@ -177,6 +177,25 @@ def test_gdpo_components_that_cancel_leave_zero_and_not_their_rounding(dtype: to
         assert not advantages(cfg, LossConfig(), scores, everyone).any()
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e12])
+def test_gdpo_reads_only_the_proportions_of_the_weights(scale: float):
+    scores, tokens = tokens_case(8)
+    first = scores.components["a"]
+    cancelling = scores._replace(components={"a": first, "b": first})
+    for weights, of in (([1.0, 2.0], scores), ([1.0, -1.0], cancelling)):
+        one, other = (
+            advantages(
+                estimator("gdpo", reward_weights=[by * w for w in weights]),
+                LossConfig(),
+                of,
+                tokens,
+            )
+            for by in (1.0, scale)
+        )
+        torch.testing.assert_close(other, one)
+        assert one.any() == (of is scores)
+
+
 @given(
     st.integers(0, 500),
     st.sampled_from(
