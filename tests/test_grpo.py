@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from ranks import run_ranks
 
 from minirl.algos import grpo, tiny
 from minirl.algos.evaluate import accuracy, answer
 from minirl.algos.launch import Inputs, open_parts, read_inputs, sampled_tokens
-from minirl.algos.layout import cut, rows_of_rank, slices
 from minirl.chat import decode
 from minirl.config import GrpoRun
 from minirl.loader import load
 from minirl.metrics import merge, values
-from minirl.parallel import SOLO, Axis
-from minirl.types import Batch, Prompt, Rows, Score, Trajectory
+from minirl.parallel import Axis
+from minirl.types import Prompt, Score, Trajectory
 
 RECIPE = Path(__file__).parent.parent / "bin" / "recipes" / "grpo_tiny_cpu.yaml"
 WORDS = ("apple", "bread", "cloud", "dream", "eagle", "flame", "grape", "house", "ivory", "jolly")
@@ -150,57 +146,6 @@ def test_lr_schedule_moves_once_a_step(config: Path):
     )
     [seen] = run_ranks(1, two_steps, config, schedule)
     assert [line["lr"] for line in seen.metrics] == pytest.approx([2.5e-4, 3.75e-4])
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
-def test_every_update_takes_its_own_slice_on_any_number_of_ranks(
-    updates: int, ranks: int, per_rank: int, other_ranks: int
-):
-    batch = ranks * other_ranks * per_rank
-    num_rows = updates * batch
-
-    def rows_of_update(size: int, update: int) -> set[int]:
-        each = batch // size
-        parts = [rows_of_rank(num_rows, batch, Axis(r, size, None)) for r in range(size)]
-        return {row for p in parts for row in p[update * each : (update + 1) * each]}
-
-    for update in range(updates):
-        expected = set(range(update * batch, (update + 1) * batch))
-        assert rows_of_update(ranks, update) == rows_of_update(other_ranks, update) == expected
-
-
-def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="6 rows"):
-        rows_of_rank(6, 4, SOLO)
-    with pytest.raises(ValueError, match="3 ranks"):
-        rows_of_rank(8, 4, Axis(0, 3, None))
-
-
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 4))
-def test_cutting_keeps_every_real_token_and_no_useless_column(lengths: list[int], size: int):
-    width = max(lengths)
-    tokens = torch.arange(len(lengths) * width).view(len(lengths), width)
-    positions = torch.rand(len(lengths), max(width - 1, 0))
-    batch = Batch(
-        Rows(tokens, torch.tensor(lengths)),
-        positions > 0.5,
-        torch.ones(len(lengths), dtype=torch.bool),
-        positions,
-        positions + 1,
-        None,
-        positions + 2,
-        torch.rand(len(lengths)),
-    )
-    for part in slices(len(lengths), size):
-        micro = cut(batch, part)
-        assert micro.rows.tokens.shape[1] == max(lengths[part])
-        assert micro.advantages.shape == micro.token_mask.shape
-        for row, length in zip(range(part.start, part.stop), lengths[part], strict=True):
-            at = row - part.start
-            assert torch.equal(micro.rows.tokens[at, :length], tokens[row, :length])
-            assert torch.equal(
-                micro.prev_logprobs[at, : length - 1], positions[row, : length - 1] + 1
-            )
 
 
 @pytest.fixture(scope="module")
