@@ -29,6 +29,8 @@ Values: records and settings
     loss_config.py             settings of the loss and of the advantages
     reward_config.py           settings of the reward path
     data_config.py             settings of the datasets
+    megatron_config.py         settings of the Megatron backend
+    policy_config.py           settings of the model, the training backend and the engine
     config.py                  every other section of a run
 
 Arithmetic: pure functions of tensors, on one process

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
-from minirl.config import TokenizerConfig
+from minirl.policy_config import TokenizerConfig
 
 
 class Message(TypedDict):

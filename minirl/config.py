@@ -6,21 +6,15 @@ the number of ranks in `check_launch`. Only `minirl.loader.load` may build a con
 msgspec checks types there, not in constructors. A key exists only if code reads it.
 """
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from minirl.data_config import DataConfig
-from minirl.loader import Section, default, refuse
+from minirl.loader import Count, Positive, Section, refuse
 from minirl.loss_config import AdvEstimatorConfig, LossConfig, refuse_inert
+from minirl.policy_config import PolicyConfig, data_parallel_size, multiples
 from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
-
-Count: TypeAlias = Annotated[int, Meta(gt=0)]
-NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
-Positive: TypeAlias = Annotated[float, Meta(gt=0)]
-Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
-
-TOTAL_LENGTH = "${policy.max_total_sequence_length}"
 
 
 class GrpoConfig(Section, frozen=True, kw_only=True):
@@ -76,127 +70,6 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
             low is not None and high is not None and low >= high,
             f"advantage_clip_low {low} must be less than advantage_clip_high {high}",
         )
-
-
-class TokenizerConfig(Section, frozen=True):
-    """`policy.tokenizer`."""
-
-    name: Annotated[str, default("${policy.model_name}")]
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template, e.g. `{enable_thinking: false}`."""
-
-
-class DTensorConfig(Section, frozen=True):
-    """`policy.dtensor_cfg`: the FSDP2 backend."""
-
-    enabled: bool = True
-
-
-class OptimizerConfig(Section, frozen=True):
-    """`policy.optimizer`: an optimizer class by import path, and its arguments."""
-
-    name: str = "torch.optim.AdamW"
-    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    def __post_init__(self) -> None:
-        """The learning rate is given: a library's default would be far too large here."""
-        lr: object = self.kwargs.get("lr")
-        refuse(lr is None, "kwargs has no lr, the learning rate; set one, for example lr: 5e-6")
-        refuse(
-            isinstance(lr, bool) or not isinstance(lr, int | float) or lr < 0,
-            f"kwargs.lr is {lr!r}; a learning rate is a number >= 0",
-        )
-
-
-class ScheduleConfig(Section, frozen=True):
-    """One entry of `policy.scheduler`: a schedule by import path, or the milestones between."""
-
-    name: str | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    milestones: list[Count] | None = None
-
-    def __post_init__(self) -> None:
-        """An entry is one of the two."""
-        refuse(
-            (self.name is None) == (self.milestones is None),
-            f"name is {self.name!r} and milestones {self.milestones}; an entry has one of the two",
-        )
-        refuse(
-            self.milestones is not None and bool(self.kwargs),
-            f"kwargs {self.kwargs} have no effect on milestones; remove them",
-        )
-
-
-class VllmConfig(Section, frozen=True, kw_only=True):
-    """`policy.generation.vllm_cfg`: `precision` and `max_model_len` hold for `backend: hf` too."""
-
-    precision: Annotated[Precision, default("${policy.precision}")]
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, lt=1)] = 0.6
-    max_model_len: Annotated[Count, default(TOTAL_LENGTH)]
-    enforce_eager: bool = False
-
-
-class GenerationConfig(Section, frozen=True, kw_only=True):
-    """`policy.generation`: the engine and how it samples."""
-
-    backend: Literal["vllm", "hf"] = "vllm"
-    max_new_tokens: Count
-    temperature: NonNegative = 1.0
-    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
-    """In addition to the model's end token."""
-    stop_strings: list[Annotated[str, Meta(min_length=1)]] | None = None
-    vllm_cfg: VllmConfig
-    vllm_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Passed to `vllm.LLM` as they are."""
-
-
-class PolicyConfig(Section, frozen=True, kw_only=True):
-    """`policy`: model, batch sizes, optimizer, backend, generation."""
-
-    model_name: str
-    tokenizer: TokenizerConfig
-    train_global_batch_size: Count = 512
-    """Samples of one optimizer update, over all ranks."""
-    train_micro_batch_size: Count = 4
-    """Samples of one forward and backward pass, on one rank."""
-    logprob_batch_size: Annotated[Count, default("${policy.train_micro_batch_size}")]
-    max_total_sequence_length: Count = 512
-    """Prompt and response together."""
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of forward and backward; masters are float32. (float16 would need loss scaling.)"""
-    max_grad_norm: Positive | None = 1.0
-    dtensor_cfg: DTensorConfig = DTensorConfig()
-    optimizer: OptimizerConfig
-    scheduler: list[ScheduleConfig] | None = None
-    """Schedules, one after the other; with two or more, one entry of milestones. It advances once
-    a step of the algorithm."""
-    generation: GenerationConfig
-
-    def __post_init__(self) -> None:
-        """Rules among batch sizes, lengths, schedules and backends."""
-        refuse(
-            not self.dtensor_cfg.enabled,
-            "dtensor_cfg.enabled is false, and there is no other backend; remove it",
-        )
-        micro, batch = self.train_micro_batch_size, self.train_global_batch_size
-        refuse(
-            batch % micro != 0,
-            f"train_micro_batch_size {micro} does not divide train_global_batch_size {batch}; "
-            f"{_multiples(batch, micro)} for the latter, or a divisor of {batch} for the former",
-        )
-        total, response = self.max_total_sequence_length, self.generation.max_new_tokens
-        refuse(
-            response >= total,
-            f"generation.max_new_tokens {response} leaves no room for a prompt within "
-            f"max_total_sequence_length {total}; lower the former or raise the latter",
-        )
-        engine = self.generation.vllm_cfg.max_model_len
-        refuse(
-            engine < total,
-            f"generation.vllm_cfg.max_model_len {engine} is less than max_total_sequence_length "
-            f"{total}; remove the former or raise it to {total}",
-        )
-        _check_scheduler(self.scheduler or [])
 
 
 class EnvConfig(Section, frozen=True):
@@ -263,8 +136,9 @@ class GrpoRun(Section, frozen=True, kw_only=True):
 def check_launch(run: GrpoRun, num_ranks: int) -> None:
     """Refuses a number of ranks that cannot share the work of a step equally.
 
-    Every rank samples an equal share of a step's prompts, and trains an equal, contiguous share
-    of every global batch, in whole micro-batches.
+    Every rank samples an equal share of a step's prompts. Every copy of the model trains an equal,
+    contiguous share of every global batch, in whole micro-batches; with Megatron, several ranks
+    may hold one copy.
 
     Raises:
         ValueError: naming the keys, the numbers and what would fit.
@@ -278,7 +152,7 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
     refuse(
         prompts % num_ranks != 0,
         f"grpo.num_prompts_per_step {prompts} cannot be shared equally by {num_ranks} ranks; "
-        f"{_multiples(prompts, num_ranks)}",
+        f"{multiples(prompts, num_ranks)}",
     )
     drawn = int(prompts * run.grpo.batch_multiplier)
     refuse(
@@ -286,24 +160,21 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
         f"grpo.batch_multiplier {run.grpo.batch_multiplier} x num_prompts_per_step {prompts} = "
         f"{drawn} prompts cannot be shared equally by {num_ranks} ranks",
     )
+    copies = data_parallel_size(run.policy, num_ranks)
+    names = f"{copies} ranks" if copies == num_ranks else f"{copies} data-parallel ranks"
     micro, batch = run.policy.train_micro_batch_size, run.policy.train_global_batch_size
     refuse(
-        batch % (num_ranks * micro) != 0,
-        f"policy.train_global_batch_size {batch} is not a multiple of {num_ranks} ranks x "
-        f"policy.train_micro_batch_size {micro} = {num_ranks * micro}; "
-        f"{_multiples(batch, num_ranks * micro)}, or another micro-batch size",
+        batch % (copies * micro) != 0,
+        f"policy.train_global_batch_size {batch} is not a multiple of {names} x "
+        f"policy.train_micro_batch_size {micro} = {copies * micro}; "
+        f"{multiples(batch, copies * micro)}, or another micro-batch size",
     )
-    samples, size = prompts // num_ranks * group, run.policy.logprob_batch_size
+    samples, size = prompts // copies * group, run.policy.logprob_batch_size
     refuse(
         samples % size != 0,
         f"policy.logprob_batch_size {size} does not divide the samples of a rank, {prompts} "
-        f"prompts / {num_ranks} ranks x {group} = {samples}; use a divisor of {samples}",
+        f"prompts / {names} x {group} = {samples}; use a divisor of {samples}",
     )
-
-
-def _multiples(number: int, unit: int) -> str:
-    below = number // unit * unit
-    return f"use {below} or {below + unit}" if below else f"use {unit}"
 
 
 def _check_dynamic_sampling(cfg: GrpoConfig) -> None:
@@ -323,18 +194,6 @@ def _check_dynamic_sampling(cfg: GrpoConfig) -> None:
         prompts != int(prompts),
         f"batch_multiplier {multiplier} x num_prompts_per_step {cfg.num_prompts_per_step} = "
         f"{prompts} is no whole number of prompts",
-    )
-
-
-def _check_scheduler(entries: list[ScheduleConfig]) -> None:
-    num = sum(entry.name is not None for entry in entries)
-    joints = [entry.milestones for entry in entries if entry.milestones is not None]
-    steps = [step for joint in joints for step in joint]
-    refuse(
-        len(joints) > 1 or len(steps) != max(num - 1, 0) or steps != sorted(set(steps)),
-        f"scheduler has {num} schedules and the milestones {steps} in {len(joints)} entries; one "
-        f"entry with {max(num - 1, 0)} strictly increasing steps says where the next schedule "
-        "begins (none for a single schedule)",
     )
 
 

@@ -11,11 +11,11 @@ A run is a `Section` whose fields are its sections. The loader knows no key of a
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, reduce
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
 import yaml
@@ -27,6 +27,9 @@ Tree: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
 """Plain data, as YAML holds it; what is within a mapping or a list is again a Tree."""
 Kind: TypeAlias = object
 """The annotation of a field: what msgspec converts to."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
+NonNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
 
 REPLACE = "_override_"
 """`_override_: true` in a mapping: it replaces the mapping it would be merged into."""
@@ -34,6 +37,9 @@ REPLACE = "_override_"
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mapping of the config with a fixed set of keys."""
+
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Names that one might take for keys of it, and what holds instead."""
 
 
 S = TypeVar("S", bound=Section)
@@ -95,7 +101,9 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[S]) -> S:
         return msgspec.convert(plain, cls)
     except msgspec.ValidationError as error:  # Some section's __post_init__ refused it.
         rule, _, section = str(error).partition(" - at `$.")
-        raise ValueError(f"{path}: {section[:-1]}{': ' if section else ''}{rule}") from error
+        section = section[:-1]
+        prefix = "" if rule.startswith(section) else f"{section}: "
+        raise ValueError(f"{path}: {prefix}{rule}") from error
 
 
 def dump(config: Section) -> str:
@@ -226,7 +234,10 @@ def _problems(tree: Tree, kind: Kind, path: str, known: Sequence[str]) -> Iterat
             yield from _problems(value, item, _join(path, i), known)
     elif isinstance(tree, dict) and section is not None:
         kinds = {field.name: field.type for field in structs.fields(section)}
-        yield from _strangers([n for n in tree if n not in kinds], list(kinds), path, known)
+        strangers = [name for name in tree if name not in kinds]
+        moved = section.moved if issubclass(section, Section) else {}
+        yield from (Problem(_join(path, n), None, moved[n]) for n in strangers if n in moved)
+        yield from _strangers([n for n in strangers if n not in moved], list(kinds), path, known)
         for name, inner in kinds.items():
             key = _join(path, name)
             if name in tree:

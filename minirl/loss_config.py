@@ -10,12 +10,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from minirl.loader import Section
+from minirl.loader import NonNegative, Positive, Section
 
 KlKind: TypeAlias = Literal["k1", "k2", "k3"]
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
-Positive: TypeAlias = Annotated[float, Meta(gt=0)]
-NonNegative: TypeAlias = Annotated[float, Meta(ge=0)]
 Unit: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 
 
@@ -287,6 +285,10 @@ class AdvEstimatorConfig(Section, frozen=True):
         _refuse(
             not self.normalize_rewards and self.name not in ("grpo", "gdpo"),
             f"normalize_rewards is read by grpo and gdpo, not by {self.name}; remove it",
+        )
+        _refuse(
+            not self.use_leave_one_out_baseline and self.name not in ("grpo", "gdpo"),
+            f"use_leave_one_out_baseline is read by grpo and gdpo, not by {self.name}; remove it",
         )
         _refuse(
             not self.minus_baseline and self.name != "reinforce_plus_plus",

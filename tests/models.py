@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from minirl.config import (
+from minirl.policy_config import (
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -13,8 +13,9 @@ from minirl.config import (
     VllmConfig,
 )
 
-Family = Literal["qwen3", "qwen3_untied", "llama", "qwen2"]
+Family = Literal["qwen3", "qwen3_untied", "llama", "qwen2", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_untied", "llama", "qwen2")
+"""The dense ones."""
 
 
 def save_model(
@@ -32,6 +33,8 @@ def save_model(
         Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
     fields: dict[str, Any] = {
@@ -57,6 +60,10 @@ def save_model(
                 model = LlamaForCausalLM(LlamaConfig(**fields))
             case "qwen2":
                 model = Qwen2ForCausalLM(Qwen2Config(**fields))
+            case "qwen3_moe":
+                experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+                extra = {"head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 1}
+                model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**experts, **extra, **fields}))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)

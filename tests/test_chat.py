@@ -17,7 +17,7 @@ from minirl.chat import (
     load_tokenizer,
     stop_token_ids,
 )
-from minirl.config import TokenizerConfig
+from minirl.policy_config import TokenizerConfig
 
 TURNS = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

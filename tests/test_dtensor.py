@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 
 from minirl.backend import TokenHead, TokenOutput, Work, after_draw
 from minirl.backends import dtensor
-from minirl.config import PolicyConfig, ScheduleConfig
 from minirl.metrics import value
 from minirl.parallel import Axis
+from minirl.policy_config import PolicyConfig, ScheduleConfig
 from minirl.rng import key_of
 
 HEAD = TokenHead()

@@ -21,9 +21,9 @@ from safetensors.torch import load_file
 
 from minirl.backend import TokenHead, TokenOutput, after_draw
 from minirl.backends import dtensor
-from minirl.config import OptimizerConfig, PolicyConfig, ScheduleConfig
 from minirl.metrics import value, values
 from minirl.parallel import SOLO, Axis
+from minirl.policy_config import OptimizerConfig, PolicyConfig, ScheduleConfig
 from minirl.rng import key_of
 from minirl.types import Rows
 

@@ -40,7 +40,7 @@ import os, random, sys
 import torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from minirl.backends import hf_generate, vllm
-from minirl.config import GenerationConfig, VllmConfig
+from minirl.policy_config import GenerationConfig, VllmConfig
 from minirl.engine import Sampling
 from minirl.parallel import gather, world
 from minirl.rng import key_of

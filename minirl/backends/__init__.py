@@ -3,9 +3,9 @@
 from typing import Any
 
 from minirl.backend import Backend, TrainState
-from minirl.config import PolicyConfig
 from minirl.engine import Engine
 from minirl.parallel import Axis
+from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
 
 
@@ -38,7 +38,7 @@ def check_policy(cfg: PolicyConfig) -> None:
     """
     from minirl.backends import optim
 
-    optim.check(cfg.optimizer, cfg.scheduler)
+    optim.check(cfg)
 
 
 def open_engine(cfg: PolicyConfig) -> Engine:

@@ -28,11 +28,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
 from minirl.backends import optim, shards
 from minirl.backends.norms import global_norm, local_shard, scale_
-from minirl.config import PolicyConfig
 from minirl.hf import check_model
 from minirl.logprobs import token_logprobs, token_logprobs_and_entropy
 from minirl.metrics import Metrics, Sum, mean_of, merge, scalar
 from minirl.parallel import Axis, require_equal
+from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
 from minirl.types import Rows, Scalar
 
@@ -94,7 +94,7 @@ def open_backend(
             built (the message names the key), or an axis without a process group.
     """
     check_model(cfg.model_name)
-    optim.check(cfg.optimizer, cfg.scheduler)
+    optim.check(cfg)
     if axis.group is None:
         raise ValueError(
             "the dtensor backend needs a process group: open one with parallel.world()"
@@ -104,10 +104,11 @@ def open_backend(
     model = _load_model(cfg.model_name)
     _shard_(model, DeviceMesh.from_group(axis.group, device.type), cfg.precision)
     parameters = list(model.parameters())
-    optimizer, schedule = optim.build(cfg.optimizer, cfg.scheduler, parameters)
+    optimizer, schedule = optim.build(cfg, parameters)
     reference = [_to_host(p) for p in parameters] if with_reference else None
     trainer = Trainer(model, optimizer, schedule, reference, axis, device, cfg.max_grad_norm)
     backend: Backend[Handle] = Backend(
+        axis=axis,
         data_axis=axis,
         logprobs=_logprobs,
         update_=_update_,

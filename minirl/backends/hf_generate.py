@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from minirl.config import GenerationConfig
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
+from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
 
 TextOf: TypeAlias = Callable[[Sequence[int]], str]

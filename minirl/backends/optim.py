@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
-from minirl.config import OptimizerConfig, ScheduleConfig
+from minirl.policy_config import PolicyConfig
 
 C = TypeVar("C")
 
 
-def check(optimizer: OptimizerConfig, scheduler: list[ScheduleConfig] | None) -> None:
-    """Tries the two on a parameter of one element, before any model is loaded.
+def check(cfg: PolicyConfig) -> None:
+    """Tries optimizer and schedule on a parameter of one element, before any model is loaded.
 
     Raises:
         ValueError: as `build`, or the schedule cannot advance without a measured quantity.
     """
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     weight.grad = torch.zeros(1, 1)
-    built, schedule = build(optimizer, scheduler, [weight])
+    built, schedule = build(cfg, [weight])
     built.step()
     if schedule is not None:
         try:
@@ -40,17 +40,15 @@ def check(optimizer: OptimizerConfig, scheduler: list[ScheduleConfig] | None) ->
             ) from error
 
 
-def build(
-    optimizer: OptimizerConfig,
-    scheduler: list[ScheduleConfig] | None,
-    parameters: Sequence[Tensor],
-) -> tuple[Optimizer, LRScheduler | None]:
+def build(cfg: PolicyConfig, parameters: Sequence[Tensor]) -> tuple[Optimizer, LRScheduler | None]:
     """The optimizer over `parameters`, as one group, and its schedule; none: a constant rate.
 
     Raises:
         ValueError: a path that leads to no such class, or arguments that it refuses; the message
             names the key.
     """
+    optimizer, scheduler = cfg.optimizer, cfg.scheduler
+    assert optimizer is not None  # a rule of PolicyConfig
     cls = _class_at(optimizer.name, Optimizer, "policy.optimizer.name")
     built = _construct(cls, "policy.optimizer", parameters, optimizer.kwargs)
     parts: list[LRScheduler] = []

@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.config import GenerationConfig
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
 from minirl.parallel import launched_size
+from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
 
 Shape: TypeAlias = tuple[int, ...]

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from minirl.algos import sft
 from minirl.backends.dtensor import open_backend
-from minirl.config import (
+from minirl.parallel import world
+from minirl.policy_config import (
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,
     TokenizerConfig,
     VllmConfig,
 )
-from minirl.parallel import world
 from minirl.rng import key_of
 
 ROWS, MICRO, VOCABULARY, ROUNDS = 128, 16, 512, 7

@@ -1,0 +1,201 @@
+"""`policy`: the model, its batch sizes, the training backend and the engine.
+
+Exactly one backend is enabled. Key names and defaults are NeMo-RL's.
+"""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, field
+
+from minirl import megatron_config
+from minirl.loader import Count, NonNegative, Positive, Section, default, refuse
+from minirl.megatron_config import MegatronConfig, Precision
+
+TOTAL_LENGTH = "${policy.max_total_sequence_length}"
+
+
+class TokenizerConfig(Section, frozen=True):
+    """`policy.tokenizer`."""
+
+    name: Annotated[str, default("${policy.model_name}")]
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template, e.g. `{enable_thinking: false}`."""
+
+
+class DTensorConfig(Section, frozen=True):
+    """`policy.dtensor_cfg`: the FSDP2 backend."""
+
+    enabled: bool = True
+
+
+class SequencePackingConfig(Section, frozen=True):
+    """`policy.sequence_packing`: the rows of a micro-batch as one sequence, without padding."""
+
+    enabled: bool = False
+
+
+class OptimizerConfig(Section, frozen=True):
+    """`policy.optimizer`: an optimizer class by import path, and its arguments."""
+
+    name: str = "torch.optim.AdamW"
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        """The learning rate is given: a library's default would be far too large here."""
+        lr: object = self.kwargs.get("lr")
+        refuse(lr is None, "kwargs has no lr, the learning rate; set one, for example lr: 5e-6")
+        refuse(
+            isinstance(lr, bool) or not isinstance(lr, int | float) or lr < 0,
+            f"kwargs.lr is {lr!r}; a learning rate is a number >= 0",
+        )
+
+
+class ScheduleConfig(Section, frozen=True):
+    """One entry of `policy.scheduler`: a schedule by import path, or the milestones between."""
+
+    name: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    milestones: list[Count] | None = None
+
+    def __post_init__(self) -> None:
+        """An entry is one of the two."""
+        refuse(
+            (self.name is None) == (self.milestones is None),
+            f"name is {self.name!r} and milestones {self.milestones}; an entry has one of the two",
+        )
+        refuse(
+            self.milestones is not None and bool(self.kwargs),
+            f"kwargs {self.kwargs} have no effect on milestones; remove them",
+        )
+
+
+class VllmConfig(Section, frozen=True, kw_only=True):
+    """`policy.generation.vllm_cfg`: `precision` and `max_model_len` hold for `backend: hf` too."""
+
+    precision: Annotated[Precision, default("${policy.precision}")]
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, lt=1)] = 0.6
+    max_model_len: Annotated[Count, default(TOTAL_LENGTH)]
+    enforce_eager: bool = False
+
+
+class GenerationConfig(Section, frozen=True, kw_only=True):
+    """`policy.generation`: the engine and how it samples."""
+
+    backend: Literal["vllm", "hf"] = "vllm"
+    max_new_tokens: Count
+    temperature: NonNegative = 1.0
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] | None = None
+    """In addition to the model's end token."""
+    stop_strings: list[Annotated[str, Meta(min_length=1)]] | None = None
+    vllm_cfg: VllmConfig
+    vllm_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Passed to `vllm.LLM` as they are."""
+
+
+class PolicyConfig(Section, frozen=True, kw_only=True):
+    """`policy`: model, batch sizes, optimizer, backend, generation."""
+
+    model_name: str
+    tokenizer: TokenizerConfig
+    train_global_batch_size: Count = 512
+    """Samples of one optimizer update, over all ranks."""
+    train_micro_batch_size: Count = 4
+    """Samples of one forward and backward pass, on one rank."""
+    logprob_batch_size: Annotated[Count, default("${policy.train_micro_batch_size}")]
+    max_total_sequence_length: Count = 512
+    """Prompt and response together."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of forward and backward; masters are float32. (float16 would need loss scaling.)"""
+    max_grad_norm: Positive | None = 1.0
+    dtensor_cfg: DTensorConfig = DTensorConfig()
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    """Exactly one of the two backends is enabled."""
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    optimizer: OptimizerConfig | None = None
+    """Of the dtensor backend, as is `scheduler`; megatron_cfg has its own two."""
+    scheduler: list[ScheduleConfig] | None = None
+    """Schedules, one after the other; with two or more, one entry of milestones. It advances once
+    a step of the algorithm."""
+    generation: GenerationConfig
+
+    def __post_init__(self) -> None:
+        """Rules among batch sizes, lengths, schedules and backends."""
+        _check_backend(self)
+        micro, batch = self.train_micro_batch_size, self.train_global_batch_size
+        refuse(
+            batch % micro != 0,
+            f"train_micro_batch_size {micro} does not divide train_global_batch_size {batch}; "
+            f"{multiples(batch, micro)} for the latter, or a divisor of {batch} for the former",
+        )
+        total, response = self.max_total_sequence_length, self.generation.max_new_tokens
+        refuse(
+            response >= total,
+            f"generation.max_new_tokens {response} leaves no room for a prompt within "
+            f"max_total_sequence_length {total}; lower the former or raise the latter",
+        )
+        engine = self.generation.vllm_cfg.max_model_len
+        refuse(
+            engine < total,
+            f"generation.vllm_cfg.max_model_len {engine} is less than max_total_sequence_length "
+            f"{total}; remove the former or raise it to {total}",
+        )
+        _check_scheduler(self.scheduler or [])
+
+
+def data_parallel_size(policy: PolicyConfig, num_ranks: int) -> int:
+    """The number of copies of the model among `num_ranks` ranks, by the enabled backend.
+
+    Raises:
+        ValueError: the ranks do not hold whole copies.
+    """
+    if policy.megatron_cfg.enabled:
+        return megatron_config.data_parallel_size(policy.megatron_cfg, num_ranks)
+    return num_ranks
+
+
+def multiples(number: int, unit: int) -> str:
+    """The remedy for a number that is no multiple of `unit`."""
+    below = number // unit * unit
+    return f"use {below} or {below + unit}" if below else f"use {unit}"
+
+
+def _check_scheduler(entries: list[ScheduleConfig]) -> None:
+    num = sum(entry.name is not None for entry in entries)
+    joints = [entry.milestones for entry in entries if entry.milestones is not None]
+    steps = [step for joint in joints for step in joint]
+    refuse(
+        len(joints) > 1 or len(steps) != max(num - 1, 0) or steps != sorted(set(steps)),
+        f"scheduler has {num} schedules and the milestones {steps} in {len(joints)} entries; one "
+        f"entry with {max(num - 1, 0)} strictly increasing steps says where the next schedule "
+        "begins (none for a single schedule)",
+    )
+
+
+def _check_backend(policy: PolicyConfig) -> None:
+    dtensor, megatron = policy.dtensor_cfg.enabled, policy.megatron_cfg.enabled
+    refuse(
+        dtensor == megatron,
+        f"policy.dtensor_cfg.enabled is {dtensor} and policy.megatron_cfg.enabled {megatron}; "
+        "exactly one of the two is true",
+    )
+    refuse(
+        dtensor and policy.optimizer is None,
+        "policy.optimizer is null, and policy.dtensor_cfg needs one; set it, for example "
+        "{kwargs: {lr: 5e-6}}",
+    )
+    refuse(
+        dtensor and policy.sequence_packing.enabled,
+        "policy.sequence_packing.enabled is true, and packing needs policy.megatron_cfg.enabled; "
+        "set it to false",
+    )
+    for key, given in (("optimizer", policy.optimizer), ("scheduler", policy.scheduler)):
+        refuse(
+            megatron and given is not None,
+            f"policy.{key} belongs to policy.dtensor_cfg and has no effect with "
+            f"policy.megatron_cfg.enabled; set policy.megatron_cfg.{key} instead (a recipe that "
+            f"inherits policy.{key} writes `{key}: null`)",
+        )
+    refuse(
+        megatron and policy.megatron_cfg.optimizer.lr is None,
+        "policy.megatron_cfg.optimizer.lr, the learning rate, is null; set it, for example 5e-6",
+    )
