@@ -47,6 +47,7 @@ def test_slices_are_consecutive_full_but_for_the_last_and_cover_all(num_rows: in
     parts = list(slices(num_rows, size))
     assert [row for part in parts for row in range(num_rows)[part]] == list(range(num_rows))
     lengths = [part.stop - part.start for part in parts]
+    assert sum(lengths) == num_rows
     assert all(n == size for n in lengths[:-1])
     assert all(0 < n <= size for n in lengths[-1:])
 
