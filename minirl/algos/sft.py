@@ -25,7 +25,15 @@ class Demonstration(NamedTuple):
     answer: tuple[int, ...]
 
 
-def collate(demonstrations: Sequence[Demonstration], pad_id: int) -> tuple[Rows, TokenMask]:
+class Shown(NamedTuple):
+    """A micro-batch of demonstrations."""
+
+    rows: Rows
+    token_mask: TokenMask
+    """True on positions that predict a token of an answer."""
+
+
+def collate(demonstrations: Sequence[Demonstration], pad_id: int) -> Shown:
     """Right-padded rows, and the positions that predict an answer's token.
 
     >>> rows, mask = collate([Demonstration((5, 6), (7, 8)), Demonstration((5,), (9,))], 0)
@@ -40,26 +48,26 @@ def collate(demonstrations: Sequence[Demonstration], pad_id: int) -> tuple[Rows,
     for row, d in enumerate(demonstrations):
         tokens[row, : lengths[row]] = torch.tensor(d.prompt + d.answer)
         mask[row, len(d.prompt) - 1 : int(lengths[row]) - 1] = True
-    return Rows(tokens, lengths), mask
+    return Shown(Rows(tokens, lengths), mask)
 
 
 def step(
     state: TrainState[M],
-    micro_batches: Sequence[tuple[Rows, TokenMask]],
+    micro_batches: Sequence[Shown],
     backend: Backend[M],
 ) -> tuple[TrainState[M], Metrics]:
     """One update on the mean loss over all demonstrated tokens of all ranks.
 
     Consumes: `state`. Collective: every rank calls it with its own micro-batches.
     """
-    trained = float(sum(int(mask.sum()) for _, mask in micro_batches))
+    trained = float(sum(int(shown.token_mask.sum()) for shown in micro_batches))
     [num_tokens] = sum_over([trained], backend.data_axis)
 
-    def work(rows: Rows, mask: TokenMask) -> Work:
+    def work(shown: Shown) -> Work:
         def loss(output: TokenOutput) -> tuple[Scalar, Metrics]:
-            return nll_loss(output.logprobs, mask, num_tokens=num_tokens)
+            return nll_loss(output.logprobs, shown.token_mask, num_tokens=num_tokens)
 
-        return Work(rows, TokenHead(), loss)
+        return Work(shown.rows, TokenHead(), loss)
 
-    state, metrics = backend.update_(state, [work(*each) for each in micro_batches])
+    state, metrics = backend.update_(state, [work(shown) for shown in micro_batches])
     return backend.end_step_(state), reduce_metrics(metrics, backend.data_axis)
