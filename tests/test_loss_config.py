@@ -355,6 +355,13 @@ def test_settings_with_an_effect_are_not_refused(keys: dict[str, Any]):
             {"name": "raw_reward", "normalize_rewards": False},
             "normalize_rewards is read by grpo and gdpo, not by raw_reward",
         ),
+        *[
+            (
+                {"name": name, "use_leave_one_out_baseline": False},
+                f"use_leave_one_out_baseline is read by grpo and gdpo, not by {name}; remove it",
+            )
+            for name in ("raw_reward", "reinforce_plus_plus", "gae", "opd")
+        ],
         (
             {"name": "gae", "length_adaptive_alpha": 0.05, "gae_lambda_policy": 0.9},
             "length_adaptive_alpha 0.05 replaces gae_lambda_policy 0.9",
