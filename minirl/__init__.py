@@ -30,6 +30,9 @@ Values: records and settings
     reward_config.py           settings of the reward path
     data_config.py             settings of the datasets
     megatron_config.py         settings of the Megatron backend
+    megatron_optim_rules.py    what contradicts itself in its optimizer and schedule
+    megatron_rules.py          what contradicts itself in the rest
+    megatron_fit.py            whether the settings suit the model and the machine
     policy_config.py           settings of the model, the training backend and the engine
     config.py                  every other section of a run
 
@@ -68,6 +71,15 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/optim.py          optimizers and schedules by import path
     backends/shards.py         a sharded training state on disk
     backends/dtensor.py        any Hugging Face causal LM under FSDP2
+    backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
+    backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine
+    backends/megatron_cpu.py   Megatron-Core without CUDA: patches and stand-ins, quarantined
+    backends/megatron_overrides.py  model_overrides into Megatron Bridge's provider
+    backends/megatron_setup.py groups, provider, chunks, optimizer, schedule
+    backends/megatron_rows.py  padded or packed rows, cut for context parallelism
+    backends/megatron_ckpt.py  Core's sharded checkpoints
+    backends/megatron_convert.py  the one-time conversion from Hugging Face
+    backends/megatron.py       Megatron-Core in any layout
     backends/hf_generate.py    the oracle engine: slow and easy to check
     backends/vllm.py           vLLM inside every rank
     backends/__init__.py       the choice between them

@@ -83,14 +83,14 @@ class CheckpointingConfig(Section, frozen=True):
     """`checkpointing`."""
 
     enabled: bool = True
-    checkpoint_dir: str = "results/grpo"
+    checkpoint_dir: Annotated[str, Meta(min_length=1)] = "results/grpo"
     save_period: Count = 10
 
 
 class LoggerConfig(Section, frozen=True):
     """`logger`."""
 
-    log_dir: str = "logs"
+    log_dir: Annotated[str, Meta(min_length=1)] = "logs"
     num_val_samples_to_print: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -175,6 +175,21 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
         f"policy.logprob_batch_size {size} does not divide the samples of a rank, {prompts} "
         f"prompts / {names} x {group} = {samples}; use a divisor of {samples}",
     )
+    _check_pipeline(run.policy, batch // copies // micro, samples // size)
+
+
+def _check_pipeline(policy: PolicyConfig, updates: int, passes: int) -> None:
+    """Interleaved stages take micro-batches in groups of one a stage (Core's schedules.py)."""
+    megatron, stages = policy.megatron_cfg, policy.megatron_cfg.pipeline_model_parallel_size
+    if not megatron.enabled or megatron.virtual_pipeline_model_parallel_size is None:
+        return
+    for key, number in (("train_micro_batch_size", updates), ("logprob_batch_size", passes)):
+        refuse(
+            number % stages != 0,
+            f"policy.{key} makes {number} micro-batches a data-parallel rank, and "
+            "policy.megatron_cfg.virtual_pipeline_model_parallel_size needs a multiple of "
+            f"policy.megatron_cfg.pipeline_model_parallel_size {stages}; lower the former",
+        )
 
 
 def _check_dynamic_sampling(cfg: GrpoConfig) -> None:

@@ -3,7 +3,7 @@
 `null` stands for "automatic": code decides by the model, the precision and what is installed. The
 model's precision and the clipping of gradients follow `policy.precision` and
 `policy.max_grad_norm`, and are no keys here. What one file of settings can tell of its rules is in
-megatron_rules.py.
+megatron_rules.py and megatron_optim_rules.py.
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,8 @@ Precision: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Steps: TypeAlias = Annotated[int, Meta(ge=0)]
 Fraction: TypeAlias = Annotated[float, Meta(ge=0, lt=1)]
 DecayStyle: TypeAlias = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+KEY = "policy.megatron_cfg."
+"""What the keys of this file begin with."""
 FSDP = "belongs to custom FSDP, which this backend does not use; remove it"
 BY_PRECISION = "no key: the optimizer follows policy.precision, and masters are float32; remove it"
 
@@ -106,14 +108,14 @@ class MegatronConfig(Section, frozen=True, kw_only=True):
 
     tensor_model_parallel_size: Count = 1
     pipeline_model_parallel_size: Count = 1
-    virtual_pipeline_model_parallel_size: Count | None = None
+    virtual_pipeline_model_parallel_size: Annotated[int, Meta(ge=2)] | None = None
     """Model chunks of a pipeline stage. Not in NeMo-RL."""
     context_parallel_size: Count = 1
     expert_model_parallel_size: Count = 1
     expert_tensor_parallel_size: Count = 1
     num_layers_in_first_pipeline_stage: Count | None = None
     num_layers_in_last_pipeline_stage: Count | None = None
-    pipeline_dtype: Precision | None = None
+    pipeline_dtype: Literal["float32", "bfloat16"] | None = None
     """Of what stages send each other; null: `policy.precision`."""
     sequence_parallel: bool | None = None
     """null: where `tensor_model_parallel_size` exceeds 1."""
@@ -125,7 +127,9 @@ class MegatronConfig(Section, frozen=True, kw_only=True):
     freeze_moe_router: bool = True
     moe_router_dtype: Literal["fp32", "fp64"] | None = "fp64"
     """null: the model's own."""
-    moe_router_load_balancing_type: str = "none"
+    moe_router_load_balancing_type: Literal[
+        "none", "aux_loss", "seq_aux_loss", "global_aux_loss"
+    ] = "none"
     moe_router_bias_update_rate: NonNegative = 0.0
     moe_per_layer_logging: bool = False
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
@@ -165,13 +169,12 @@ def data_parallel_size(cfg: MegatronConfig, num_ranks: int) -> int:
 
     Source: `initialize_model_parallel` in megatron/core/parallel_state.py (0.19.2).
     """
-    prefix = "policy.megatron_cfg."
     tensor, pipeline = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size
     context, expert = cfg.context_parallel_size, cfg.expert_model_parallel_size
     model = tensor * pipeline * context
     product = (
-        f"{prefix}tensor_model_parallel_size {tensor} x {prefix}pipeline_model_parallel_size "
-        f"{pipeline} x {prefix}context_parallel_size {context} = {model}"
+        f"{KEY}tensor_model_parallel_size {tensor} x {KEY}pipeline_model_parallel_size "
+        f"{pipeline} x {KEY}context_parallel_size {context} = {model}"
     )
     refuse(
         num_ranks < model,
@@ -187,9 +190,9 @@ def data_parallel_size(cfg: MegatronConfig, num_ranks: int) -> int:
     experts = expert_tensor * expert * pipeline
     refuse(
         num_ranks % experts != 0,
-        f"{num_ranks} ranks are not a multiple of {prefix}expert_tensor_parallel_size "
-        f"{expert_tensor} x {prefix}expert_model_parallel_size {expert} x "
-        f"{prefix}pipeline_model_parallel_size {pipeline} = {experts}; use a multiple of both "
+        f"{num_ranks} ranks are not a multiple of {KEY}expert_tensor_parallel_size "
+        f"{expert_tensor} x {KEY}expert_model_parallel_size {expert} x "
+        f"{KEY}pipeline_model_parallel_size {pipeline} = {experts}; use a multiple of both "
         f"{experts} and {model} ranks, or other sizes",
     )
     return num_ranks // model

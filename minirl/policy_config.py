@@ -10,6 +10,7 @@ from msgspec import Meta, field
 from minirl import megatron_config
 from minirl.loader import Count, NonNegative, Positive, Section, default, refuse
 from minirl.megatron_config import MegatronConfig, Precision
+from minirl.megatron_rules import check_rules
 
 TOTAL_LENGTH = "${policy.max_total_sequence_length}"
 
@@ -195,7 +196,5 @@ def _check_backend(policy: PolicyConfig) -> None:
             f"policy.megatron_cfg.enabled; set policy.megatron_cfg.{key} instead (a recipe that "
             f"inherits policy.{key} writes `{key}: null`)",
         )
-    refuse(
-        megatron and policy.megatron_cfg.optimizer.lr is None,
-        "policy.megatron_cfg.optimizer.lr, the learning rate, is null; set it, for example 5e-6",
-    )
+    if megatron:
+        check_rules(policy.megatron_cfg, policy.precision)

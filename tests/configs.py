@@ -25,6 +25,18 @@ MINIMAL: dict[str, Any] = {
 """What has no default, and something to validate on."""
 
 
+MEGATRON: dict[str, Any] = {
+    **MINIMAL,
+    "policy": {
+        **MINIMAL["policy"],
+        "optimizer": None,
+        "dtensor_cfg": {"enabled": False},
+        "megatron_cfg": {"enabled": True, "optimizer": {"lr": 1e-6}},
+    },
+}
+"""The same with the other backend."""
+
+
 def load_tree(tree: dict[str, Any], *overrides: str) -> GrpoRun:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.yaml"
