@@ -179,7 +179,8 @@ def _gdpo(cfg: AdvEstimatorConfig, scores: Scores) -> SampleWeights:
     if len(names) < 2:
         raise ValueError(
             f"adv_estimator gdpo needs two reward components or more, got {names};"
-            " use grpo for a single reward"
+            " use grpo for a single reward (where every answer of a step timed out there is none:"
+            " raise env.timeout_s)"
         )
     weights = cfg.reward_weights or [1.0] * len(names)
     if len(weights) != len(names):

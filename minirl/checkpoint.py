@@ -49,9 +49,15 @@ def load_(backend: Backend[M], state: TrainState[M], folder: Path) -> TrainState
     Consumes: the state. Collective: every rank calls this.
 
     Raises:
-        ValueError: as the backend's own `load_`.
+        ValueError: as the backend's own `load_`; or the surplus is missing or torn.
     """
-    surplus = msgspec.json.decode((folder / SURPLUS).read_bytes(), type=tuple[Sample, ...])
+    try:
+        surplus = msgspec.json.decode((folder / SURPLUS).read_bytes(), type=tuple[Sample, ...])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ValueError(
+            f"{str(folder)!r} is no complete checkpoint: {SURPLUS}: {error}; remove it to go on"
+            " from the one before"
+        ) from error
     return replace(backend.load_(state, folder), surplus=surplus)
 
 

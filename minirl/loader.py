@@ -162,14 +162,20 @@ def _yaml_error(error: Exception) -> str:
     return f": not valid YAML: {error}"
 
 
-def _merge(base: Tree, over: Tree) -> Tree:
+def _merge(base: Tree, over: Tree, path: str = "") -> Tree:
     """`over` put onto `base`: mappings merge key by key, anything else is replaced."""
     if not isinstance(over, dict):
         return over
     if isinstance(base, str) and "${" in base:
-        raise ValueError(f"cannot set {', '.join(over)} inside {base!r}: write that section out")
+        raise ValueError(
+            f"{path}: cannot set {', '.join(over)} inside {base!r}; write that section out"
+        )
+    if isinstance(base, list) and not over.get(REPLACE, False):
+        raise ValueError(
+            f"{path}: cannot set {', '.join(over)} inside {base!r}; write the whole list"
+        )
     kept = base if isinstance(base, dict) and not over.get(REPLACE, False) else {}
-    changed = {k: _merge(kept.get(k), v) for k, v in over.items() if k != REPLACE}
+    changed = {k: _merge(kept.get(k), v, _join(path, k)) for k, v in over.items() if k != REPLACE}
     return {**kept, **changed}
 
 
@@ -235,7 +241,7 @@ def _problems(tree: Tree, kind: Kind, path: str, known: Sequence[str]) -> Iterat
     elif isinstance(tree, dict) and section is not None:
         kinds = {field.name: field.type for field in structs.fields(section)}
         strangers = [name for name in tree if name not in kinds]
-        moved = section.moved if issubclass(section, Section) else {}
+        moved: Mapping[str, str] = section.moved if issubclass(section, Section) else {}
         yield from (Problem(_join(path, n), None, moved[n]) for n in strangers if n in moved)
         yield from _strangers([n for n in strangers if n not in moved], list(kinds), path, known)
         for name, inner in kinds.items():

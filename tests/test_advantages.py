@@ -340,8 +340,10 @@ def test_tokens_must_belong_to_the_rows():
 def test_gdpo_refuses_a_single_component_and_a_wrong_number_of_weights():
     scores, tokens = tokens_case(7)
     single = scores._replace(components={"a": scores.rewards})
-    with pytest.raises(ValueError, match="gdpo needs two reward components or more, got"):
+    with pytest.raises(ValueError, match=r"gdpo needs two reward components or more, got \['a'\]"):
         advantages(estimator("gdpo"), LossConfig(), single, tokens)
+    with pytest.raises(ValueError, match=r"got \[\].* every answer .* timed out"):
+        advantages(estimator("gdpo"), LossConfig(), scores._replace(components={}), tokens)
     cfg = estimator("gdpo", reward_weights=[1.0])
     with pytest.raises(ValueError, match="reward_weights has 1 entries for 2 components"):
         advantages(cfg, LossConfig(), scores, tokens)

@@ -54,6 +54,17 @@ def test_the_latest_complete_checkpoint_is_found_by_number(opened, tmp_path):
     assert latest(run) == (10, run / "step_10")
 
 
+@pytest.mark.parametrize("text", [None, "", '[{"trajectory"', "{}"])
+def test_a_checkpoint_whose_surplus_is_missing_or_torn_is_refused(opened, tmp_path, text):
+    backend, state, axis = opened
+    folder = save(backend, after_draw(state, 8, [SURPLUS]), tmp_path / "run", axis)
+    (folder / "surplus.json").unlink()
+    if text is not None:
+        (folder / "surplus.json").write_text(text)
+    with pytest.raises(ValueError, match=r"step_0' is no complete checkpoint: surplus.json"):
+        load_(backend, state, folder)
+
+
 def test_what_an_interrupted_save_left_is_replaced(opened, tmp_path):
     backend, state, axis = opened
     for name in ("step_0", "step_0.part"):

@@ -241,9 +241,10 @@ def test_an_override_that_is_no_yaml_is_refused(tmp_path):
     assert "not valid YAML" in text
 
 
-def test_setting_a_key_inside_an_interpolated_section_is_refused(tmp_path):
+def test_setting_a_key_inside_an_interpolated_section_or_a_list_is_refused(tmp_path):
     text = message(tmp_path, "model: {name: m}\nother: ${model}", "other.name=x")
-    assert "cannot set name inside '${model}'" in text
+    assert "other: cannot set name inside '${model}'" in text
+    assert "ids: cannot set 0 inside [1]" in message(tmp_path, "model: {ids: [1]}", "model.ids.0=3")
 
 
 # ------------------------------------------------------------------------------------ wrong input
