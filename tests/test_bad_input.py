@@ -159,6 +159,13 @@ def test_an_unwritable_run_folder(refusal: Callable[..., str], tmp_path: Path):
     assert "cannot be written" in message
 
 
+@pytest.mark.parametrize("key", ["logger.log_dir", "checkpointing.checkpoint_dir"])
+def test_a_folder_without_a_name(refusal: Callable[..., str], key: str):
+    message = refusal(f"{key}=''")
+    assert f'{key} = ""' in message
+    assert "length >= 1" in message
+
+
 def test_an_unwritable_checkpoint_folder(refusal: Callable[..., str], tmp_path: Path):
     (tmp_path / "file").write_text("")
     place = f"checkpointing.checkpoint_dir={tmp_path / 'file'}"
