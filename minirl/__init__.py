@@ -77,6 +77,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_overrides.py  model_overrides into Megatron Bridge's provider
     backends/megatron_setup.py groups, provider, chunks, optimizer, schedule
     backends/megatron_rows.py  padded or packed rows, cut for context parallelism
+    backends/megatron_forward.py  Core's schedules: log-probs and gradients
     backends/megatron_ckpt.py  Core's sharded checkpoints
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout

@@ -80,8 +80,11 @@ class Backend(Generic[M]):
     same number of micro-batches (pad with rows whose loss is zero).
     """
 
+    axis: Axis
+    """All ranks of the backend: each has an engine, and samples and scores its own prompts."""
+
     data_axis: Axis
-    """Ranks that see different samples. Ranks outside it are replicas that cooperate on one."""
+    """Ranks that train different rows. Ranks outside it are replicas that cooperate on one."""
 
     logprobs: Callable[[TrainState[M], Sequence[Rows], TokenHead, Weights], list[TokenOutput]]
     """Without gradient; one output per micro-batch, through the same code path as `update_`."""

@@ -61,6 +61,36 @@ def _check_hub(name: str, key: str) -> None:
         ) from error
 
 
+def model_facts(name: str) -> dict[str, Any]:
+    """The model's Hugging Face config as a dictionary; `model_type` is always in it."""
+    folder = Path(name)
+    if folder.is_dir():
+        return dict(json.loads((folder / "config.json").read_text()))
+    from transformers import AutoConfig
+
+    found: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    return dict(found.to_dict())
+
+
+def weight_files(name: str) -> list[list[str | int]]:
+    """The model's files of weights by name, with what changes when they do.
+
+    Of a folder: sizes and times of change. Of a model on the hub: the revision that is cached.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        found = sorted([*folder.glob("*.safetensors"), *folder.glob("*.index.json")])
+        return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in found]
+    from huggingface_hub import HfApi, scan_cache_dir
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        return [[name, str(HfApi().model_info(name).sha)]]
+    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
+        cached = [r for r in scan_cache_dir().repos if r.repo_id == name]
+        return sorted([name, v.commit_hash] for r in cached for v in r.revisions)
+
+
 def end_token_ids(name: str) -> int | list[int] | None:
     """`eos_token_id` of the model's generation config, else of its config; it may list several."""
     from transformers import AutoConfig, GenerationConfig

@@ -104,9 +104,26 @@ def plain_loop(model_name: str, samples: Sequence[Sample], temperature: float = 
         chosen = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
         (-(chosen * torch.tensor(sample.weights)).sum()).backward()
         found.append(chosen.detach())
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = by_expert({name: p.grad for name, p in model.named_parameters()})
     squares = sum(float(g.double().square().sum()) for g in gradients.values())
     return Plain(found, gradients, math.sqrt(squares))
+
+
+def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names as in a checkpoint: transformers holds all experts of a layer in two tensors."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem, _, last = name.rpartition(".")
+        for i, part in enumerate(tensor if last in ("gate_up_proj", "down_proj") else ()):
+            if last == "gate_up_proj":
+                gate, up = part.chunk(2)
+                found[f"{stem}.{i}.gate_proj.weight"] = gate
+                found[f"{stem}.{i}.up_proj.weight"] = up
+            else:
+                found[f"{stem}.{i}.down_proj.weight"] = part
+        if last not in ("gate_up_proj", "down_proj"):
+            found[name] = tensor
+    return found
 
 
 def exported(backend: Backend, state: TrainState) -> dict[str, Tensor]:

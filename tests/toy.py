@@ -52,7 +52,7 @@ def parts() -> Parts[None]:
         return [TokenOutput(torch.full(s, -1.0), torch.zeros(s)) for s in shapes]
 
     engine = Engine(generate, _unused, _nothing, _nothing, _nothing)
-    backend: Backend[None] = Backend(SOLO, logprobs, *(_unused,) * 5)
+    backend: Backend[None] = Backend(SOLO, SOLO, logprobs, *(_unused,) * 5)
     dataset = Dataset(PROMPTS, seed=0, shuffle=False)
     return Parts(backend, engine, dataset, score, Sampling(1.0, 4, (0,)))
 

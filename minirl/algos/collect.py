@@ -111,7 +111,7 @@ def _draw_and_sample(
     seconds: dict[str, float],
 ) -> tuple[TrainState[M], list[Sample]]:
     """One draw of prompts, a scored group for each. Collective."""
-    axis, num_prompts = on.backend.data_axis, prompts_per_draw(cfg)
+    axis, num_prompts = on.backend.axis, prompts_per_draw(cfg)
     prompts, cursor = draw(on.dataset, state.cursor, num_prompts)
     mine = share_of(prompts, axis)
     with timed(seconds, "generation"):

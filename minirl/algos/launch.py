@@ -188,9 +188,7 @@ def validate(
     metrics: dict[str, float] = {}
     with timed(seconds, "validation"):
         for name, sampling in names.items():
-            samples = answer(
-                parts.engine, prompts, sampling, parts.score, parts.backend.data_axis, key
-            )
+            samples = answer(parts.engine, prompts, sampling, parts.score, parts.backend.axis, key)
             metrics[name] = accuracy(samples)
             late = sum(s.score.timed_out or s.score.failed for s in samples)
             metrics["val/verifier_timeouts"] = metrics.get("val/verifier_timeouts", 0.0) + late
@@ -211,10 +209,13 @@ def show_samples(samples: Sequence[Judged], tokenizer: Tokenizer, log: Log) -> N
 def _announce(data: Datasets, state: TrainState[Any], total: int, log: Log) -> None:
     held = 0 if data.validation is None else len(data.validation.prompts)
     filtered = data.train.num_filtered + (data.validation.num_filtered if data.validation else 0)
+    ahead = f"steps {state.step + 1} to {total}"
+    if state.step >= total:
+        ahead = f"all {total} steps were taken (the checkpoint is of step {state.step})"
     log.say(
         f"{len(data.train.prompts)} training prompts, {held} for validation "
         f"({data.num_shared} of them also in training; left out: {data.num_duplicates} duplicates, "
-        f"{filtered} too long); steps {state.step + 1} to {total}"
+        f"{filtered} too long); {ahead}"
     )
 
 

@@ -19,7 +19,7 @@ def open_backend(
     Collective: every rank of `axis` calls this.
 
     Raises:
-        ValueError: no backend is enabled, or as the backend's own.
+        ValueError: as the backend's own.
     """
     match cfg:
         case PolicyConfig() if cfg.dtensor_cfg.enabled:
@@ -27,7 +27,9 @@ def open_backend(
 
             return dtensor.open_backend(cfg, axis, key, with_reference=with_reference)
         case _:
-            raise ValueError("no training backend is chosen: set policy.dtensor_cfg.enabled=true")
+            from minirl.backends import megatron
+
+            return megatron.open_backend(cfg, axis, key, with_reference=with_reference)
 
 
 def check_policy(cfg: PolicyConfig) -> None:

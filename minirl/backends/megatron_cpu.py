@@ -1,0 +1,395 @@
+"""Megatron-Core without CUDA: process-wide patches and stand-in modules, all of them in this file.
+
+Megatron-Core is written for GPUs. On a machine without one, `install` makes its code run as it is,
+on the CPU and over gloo, so that the layouts of the backend can be tested for what they compute:
+
+- `torch.cuda` answers for the CPU: the current device, streams and events that do nothing, the
+  CPU's random state; factories and `.to`, `.cuda`, `.pin_memory` take "cuda" for "cpu", and
+  `Tensor.type()` gives the names of CUDA's tensor types, by which Core tells dtypes apart.
+- The norm of the local layers refuses sequence parallelism, their attention context parallelism
+  and packed sequences: both have stand-ins here with the same parameters. The token dispatcher of
+  mixtures of experts hands its split sizes out as CUDA tensors: here as numpy arrays.
+- Core's optimizer over plain torch.optim.AdamW resumes wrongly, since it keeps its step count per
+  parameter; the Adam here keeps it per group, as Transformer Engine's does.
+
+With CUDA nothing is installed. Nothing else in minirl may import this file but the Megatron
+backend, and a green run through it says nothing about Transformer Engine, NCCL or fused kernels.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.optim import Optimizer
+
+CPU = torch.device("cpu")
+FACTORIES = (
+    *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"),
+    *("empty_like", "zeros_like"),
+)
+
+
+@functools.cache
+def install() -> None:
+    """Patches torch and Megatron-Core in this process, once; does nothing where CUDA is."""
+    if torch.cuda.is_available():
+        return
+    _patch_devices()
+    _patch_factories()
+    _patch_streams()
+    _patch_random_state()
+    _patch_type_names()
+    _replace_modules()
+
+
+# ---- torch --------------------------------------------------------------------------------------
+
+
+def _is_cuda(device: object) -> bool:
+    match device:
+        case str():
+            return device.startswith("cuda")
+        case torch.device():
+            return device.type == "cuda"
+        case _:
+            return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Done already."""
+
+
+def _itself(x: Any, *args: Any, **kwargs: Any) -> Any:
+    return x
+
+
+def _patch_devices() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = functools.partial(_itself, CPU)
+    cuda.set_device = cuda.synchronize = cuda.empty_cache = _nothing
+
+
+def _patch_factories() -> None:
+    # `with torch.device("meta")` knows the factories by identity, from a table that is filled at
+    # its first use: filled later, it would know the wrappers and change nothing.
+    cast(Any, torch.utils)._device._device_constructors()
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    tensor: Any = torch.Tensor
+    plain_to = tensor.to
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return cast(Tensor, plain_to(self, *args, **kwargs))
+
+    tensor.to = to
+    tensor.cuda = tensor.pin_memory = _itself
+    cast(Any, torch.nn.Module).cuda = _itself
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _Event:
+    """Always over."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    record = wait = synchronize = _nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """The one stream of a CPU: everything in it has already happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+def _patch_streams() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_stream = cuda.default_stream = functools.partial(_itself, _Stream())
+    cuda.stream = nullcontext
+    cuda.Stream, cuda.Event = _Stream, _Event
+    cast(Any, torch.Tensor).record_stream = _nothing
+
+
+def _patch_random_state() -> None:
+    trackers: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+
+    def get(*args: Any, **kwargs: Any) -> Tensor:
+        return torch.random.get_rng_state()
+
+    def put(state: Tensor, *args: Any, **kwargs: Any) -> None:
+        torch.random.set_rng_state(state)
+
+    for module in (cast(Any, torch.cuda), cast(Any, torch.cuda.random)):
+        module.get_rng_state, module.set_rng_state = get, put
+    cast(Any, torch.cuda).manual_seed = torch.default_generator.manual_seed
+    trackers._get_cuda_rng_state, trackers._set_cuda_rng_state = get, put
+
+
+def _patch_type_names() -> None:
+    tensor: Any = torch.Tensor
+    plain_type = tensor.type
+
+    def type_(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = plain_type(self, *args, **kwargs)
+        if args or kwargs or found.startswith("torch.cuda."):
+            return found
+        return found.replace("torch.", "torch.cuda.", 1)
+
+    tensor.type = type_
+
+
+# ---- Megatron-Core ------------------------------------------------------------------------------
+
+
+def _replace_modules() -> None:
+    specs, optimizer, distributed, dispatcher, block, backends = (
+        cast(Any, importlib.import_module(f"megatron.core.{name}"))
+        for name in (
+            "models.gpt.gpt_layer_specs",
+            "optimizer",
+            "optimizer.distrib_optimizer",
+            "transformer.moe.token_dispatcher",
+            "transformer.transformer_block",
+            "models.backends",
+        )
+    )
+
+    base: Any = backends.LocalSpecProvider
+
+    class Provider(base):  # type: ignore[misc]  # Core has no types
+        """Core's local layers, with the two stand-ins."""
+
+        def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+            return make_norm
+
+        def core_attention(self) -> Any:
+            return attention_class()
+
+    specs.LocalSpecProvider, specs.LNImpl, block.LayerNormImpl = Provider, make_norm, make_norm
+    plain_move = dispatcher.maybe_move_tensor_to_cpu
+
+    def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = plain_move(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    dispatcher.maybe_move_tensor_to_cpu = move
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = GroupStepAdam, False
+    distributed.HAVE_APEX_OR_TE = True
+
+
+def make_norm(config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> torch.nn.Module:
+    """RMSNorm or LayerNorm; its parameters say whether their gradients are partial sums."""
+    cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    norm = cls(hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        cast(Any, parameter).sequence_parallel = config.sequence_parallel
+    return norm
+
+
+@functools.cache
+def attention_class() -> Any:
+    """Causal attention for sbhd and thd rows, grouped queries and context parallelism."""
+    groups: Any = importlib.import_module("megatron.core.parallel_state")
+    module: Any = importlib.import_module("megatron.core.transformer.module")
+
+    class CoreAttention(module.MegatronModule):  # type: ignore[misc]  # Core has no types
+        """In the place of Core's DotProductAttention: same arguments, same layout."""
+
+        def __init__(
+            self,
+            config: Any,
+            layer_number: int,
+            attn_mask_type: Any,
+            attention_type: str,
+            attention_dropout: float | None = None,
+            softmax_scale: float | None = None,
+            **ignored: Any,
+        ) -> None:
+            super().__init__(config=config)
+            if config.window_size is not None:
+                raise ValueError(
+                    "policy.megatron_cfg: the attention for machines without a GPU has no sliding "
+                    f"window (the model's is {config.window_size})"
+                )
+            self.scale, self.group = softmax_scale, groups.get_context_parallel_group()
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor | None = None,
+            packed_seq_params: Any = None,
+            **ignored: Any,
+        ) -> Tensor:
+            assert attention_mask is None, "rows are causal; padding needs no mask"
+            if packed_seq_params is None:
+                lengths = [query.shape[0] * dist.get_world_size(self.group)]
+                return causal_attention(query, key, value, lengths, self.group, self.scale)
+            ends = packed_seq_params.cu_seqlens_q_padded
+            lengths = (ends[1:] - ends[:-1]).tolist()
+            rows = [x.unsqueeze(1) for x in (query, key, value)]
+            return causal_attention(rows[0], rows[1], rows[2], lengths, self.group, self.scale)[
+                :, 0
+            ]
+
+    return CoreAttention
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Iterable[int],
+    group: dist.ProcessGroup,
+    scale: float | None,
+) -> Tensor:
+    """Attention within each of several sequences that lie one after the other.
+
+    Shapes: [local tokens, batch, heads, width] to [local tokens, batch, heads x width]; `lengths`
+    are those of whole sequences, of which a rank holds the chunks r and 2n - 1 - r of 2n.
+    Keys and values are gathered. Source: Core's and Transformer Engine's zigzag layout.
+    """
+    num, rank = dist.get_world_size(group), dist.get_rank(group)
+    gather = cast(Any, _AllGather).apply
+    parts = [torch.stack(gather(x, group)) if num > 1 else x[None] for x in (key, value)]
+    outputs: list[Tensor] = []
+    at = 0
+    for length in lengths:
+        local = slice(at, at + length // num)
+        keys, values = (_in_order(x[:, local]) for x in parts)
+        offset = at
+        for start, end in _chunks(length, num, rank):
+            rows = query[offset : offset + end - start]
+            outputs.append(_attend(rows, keys[:end], values[:end], start, scale))
+            offset += end - start
+        at = local.stop
+    return torch.cat(outputs).flatten(2)
+
+
+def _chunks(length: int, num: int, rank: int) -> list[tuple[int, int]]:
+    if num == 1:
+        return [(0, length)]
+    size = length // (2 * num)
+    return [(c * size, (c + 1) * size) for c in (rank, 2 * num - 1 - rank)]
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The whole sequence from the parts of all ranks, [ranks, local, ...]."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts.chunk(2, dim=1)
+    return torch.cat([*first, *second.flip(0)])
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None) -> Tensor:
+    mask = None
+    if start:
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(diagonal=start)
+    repeats = query.shape[2] // key.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+    found = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return found.permute(2, 0, 1, 3)
+
+
+class _AllGather(torch.autograd.Function):
+    """All ranks' tensors; backward adds up what all ranks ask of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        total = torch.stack(grad_outputs)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+class GroupStepAdam(Optimizer):
+    """AdamW with the state of Transformer Engine's FusedAdam: `step` belongs to the group.
+
+    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2
+    w = w - lr weight_decay w - lr m' / (sqrt(v') + eps);  m' = m / (1 - b1^t), v' = v / (1 - b2^t)
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **ignored: Any,
+    ) -> None:
+        """Takes what Core gives FusedAdam; what a CPU has no use for is ignored."""
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
+        """One update of every parameter that has a gradient."""
+        assert closure is None
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = int(group.get("step", 0)) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], cast(Tensor, parameter.grad).float()
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+        beta1, beta2 = group["betas"]
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        mean.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = (square / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+        parameter.addcdiv_(mean, scale, value=-group["lr"] / (1 - beta1 ** group["step"]))

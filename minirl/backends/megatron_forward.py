@@ -1,0 +1,197 @@
+"""Core's pipeline schedules over micro-batches: the one path of log-probs and of updates.
+
+Every rank is given the rows of its sample and gives them back as whole rows: ranks that hold other
+layers, other parts of the sequence or of the vocabulary cooperate inside. The view of a row, and
+its loss, exist on the last pipeline stage; what is found there is handed to all stages.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from minirl.backend import TokenHead, TokenOutput, Work
+from minirl.backends.megatron_bridge import core
+from minirl.backends.megatron_rows import (
+    Layout,
+    ModelRows,
+    layout_of,
+    packed_params,
+    size_of,
+    to_model,
+    to_rows,
+)
+from minirl.backends.megatron_setup import Built, Chunk
+from minirl.backends.vocab_parallel import Shard, vocab_logprobs
+from minirl.metrics import Metrics
+from minirl.policy_config import PolicyConfig
+from minirl.types import Rows, Scalar
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What this rank runs of the model, and how it cooperates."""
+
+    chunks: list[Chunk]
+    num_stages: int
+    layout: Layout
+    shard: Shard
+    vocab_size: int
+    """Of the tokenizer's ids; the output has more columns when it was filled up to divide."""
+    context: dist.ProcessGroup | None
+    """Ranks that hold other parts of the same sequences."""
+    device: torch.device
+    options: dict[str, Any]
+    """Further arguments of a chunk's forward."""
+
+
+def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
+    """The stage of this rank in Core's open process groups."""
+    groups, provider = core("parallel_state"), built.provider
+    tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
+    columns = -(-provider.vocab_size // tensor)
+    defer = cfg.megatron_cfg.defer_fp32_logits and provider.bf16
+    return Stage(
+        chunks=built.chunks,
+        num_stages=provider.pipeline_model_parallel_size,
+        layout=layout_of(
+            tensor,
+            context,
+            groups.get_context_parallel_rank(),
+            packed=cfg.sequence_packing.enabled,
+            sequence_parallel=provider.sequence_parallel,
+        ),
+        shard=Shard(
+            groups.get_tensor_model_parallel_rank() * columns,
+            groups.get_tensor_model_parallel_group() if tensor > 1 else None,
+        ),
+        vocab_size=provider.vocab_size,
+        context=groups.get_context_parallel_group() if context > 1 else None,
+        device=torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu"),
+        options={"fp32_output": False} if defer else {},
+    )
+
+
+def forward(stage: Stage, rows: Sequence[Rows], head: TokenHead) -> list[TokenOutput]:
+    """The head's view of every micro-batch, without gradient, on the device of its rows.
+
+    Collective over the ranks that share the samples.
+    """
+
+    def handed_out(work: Work, view: TokenOutput) -> TokenOutput:
+        device = work.rows.tokens.device
+        entropy = None if view.entropy is None else view.entropy.to(device)
+        return TokenOutput(view.logprobs.to(device), entropy)
+
+    with torch.no_grad():
+        found = _run(stage, [Work(r, head, _no_loss) for r in rows], handed_out, train=False)
+    return found[: len(rows)]
+
+
+def backward_(stage: Stage, works: Sequence[Work]) -> list[Metrics]:
+    """Adds the gradients of all losses into the chunks' buffers, summed over all ranks.
+
+    Collective: every rank calls this with equally many micro-batches.
+    """
+
+    def loss_of(work: Work, view: TokenOutput) -> Any:
+        loss, metrics = work.loss(view)
+        # No tokens are counted: the loss is already divided, and Core shall not divide it again.
+        return _attached(loss, view), torch.zeros((), dtype=torch.int, device=loss.device), metrics
+
+    return _run(stage, works, loss_of, train=True)
+
+
+Finish: TypeAlias = Callable[[Work, TokenOutput], Any]
+"""What the last stage makes of the view of a micro-batch."""
+
+
+def _run(stage: Stage, works: Sequence[Work], finish: Finish, *, train: bool) -> list[Any]:
+    """Core's schedule; what `finish` gave for each micro-batch, on every stage."""
+    chunks, interleaved = stage.chunks, len(stage.chunks) > 1
+    if interleaved:  # it takes micro-batches by groups of as many as there are stages
+        fillers = [works[-1]._replace(loss=_no_loss)] * (-len(works) % stage.num_stages)
+        works = [*works, *fillers]
+    sizes = [size_of(work.rows, stage.layout) for work in works]
+    largest = (max(h for h, _ in sizes), max(w for _, w in sizes))
+    # Interleaved stages hand on micro-batches of one size only.
+    size = largest if interleaved else None
+    found: list[Any] = core("pipeline_parallel").get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, stage, finish, size),
+        data_iterator=[iter(works) for _ in chunks] if interleaved else iter(works),
+        model=chunks if interleaved else chunks[0],
+        num_microbatches=len(works),
+        seq_length=largest[1],
+        micro_batch_size=largest[0],
+        forward_only=not train,
+        collect_non_loss_data=not train,
+    )
+    return _from_last_stage(found, stage)
+
+
+def _no_loss(output: TokenOutput) -> tuple[Scalar, Metrics]:
+    return torch.zeros((), device=output.logprobs.device), {}
+
+
+def _forward_step(
+    stage: Stage,
+    finish: Finish,
+    size: tuple[int, int] | None,
+    works: Iterator[Work],
+    chunk: Chunk,
+) -> tuple[Tensor, Callable[..., Any]]:
+    """What Core's schedules ask for: the chunk's output, and what the last stage does with it."""
+    work = next(works)
+    inputs = to_model(work.rows, stage.layout, size)
+    output = chunk(
+        input_ids=inputs.tokens.to(stage.device),
+        position_ids=inputs.positions.to(stage.device),
+        attention_mask=None,
+        packed_seq_params=packed_params(inputs.ends, stage.device),
+        **stage.options,
+    )
+
+    def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
+        return finish(work, _view(stage, output, inputs, work))
+
+    return output, last_stage
+
+
+def _view(stage: Stage, logits: Tensor, inputs: ModelRows, work: Work) -> TokenOutput:
+    """The head's view of the last stage's output, as whole rows."""
+    device = logits.device
+    real = max(0, min(logits.shape[-1], stage.vocab_size - stage.shard.start))
+    logprobs, entropy = vocab_logprobs(
+        logits[..., :real], inputs.following.to(device), stage.shard, work.head.temperature
+    )
+    batch, length = work.rows.tokens.shape
+    whole = partial(
+        to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=stage.context
+    )
+    return TokenOutput(whole(logprobs), whole(entropy) if work.head.entropy else None)
+
+
+def _attached(loss: Scalar, output: TokenOutput) -> Scalar:
+    """The loss, with a zero gradient if it has none: the schedule runs backward regardless."""
+    if loss.requires_grad:
+        return loss
+    return loss + torch.zeros_like(output.logprobs).mul(output.logprobs).sum()
+
+
+def _from_last_stage(items: list[Any], stage: Stage) -> list[Any]:
+    """What the last pipeline stage has, on every stage. Collective over the pipeline."""
+    if stage.num_stages == 1:
+        return items
+    groups, box = core("parallel_state"), [items]
+    dist.broadcast_object_list(
+        box,
+        src=groups.get_pipeline_model_parallel_last_rank(),
+        group=groups.get_pipeline_model_parallel_group(),
+    )
+    return box[0]
