@@ -83,6 +83,10 @@ def test_bounded_exp_is_exp_up_to_a_bound_whose_cube_is_finite(dtype: torch.dtyp
     assert torch.equal(x.grad, torch.cat([x[:4].detach().exp(), torch.zeros(2, dtype=dtype)]))
 
 
+def test_a_sign_carries_no_gradient():
+    assert not is_positive(torch.tensor([1.0, -1.0], requires_grad=True)).requires_grad
+
+
 @given(GRIDS, st.integers(0, 2**12 - 1))
 def test_standardize_and_whiten_equal_the_oracle(rows: list[list[float]], bits: int):
     mask = mask_of(rows, bits)
