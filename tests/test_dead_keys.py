@@ -1,4 +1,4 @@
-"""No key of a config is dead: some code outside the config modules reads it.
+"""No key of a config is dead: some code reads it, outside the modules of settings.
 
 Types are followed through the code as far as annotations, assignments and loops tell them, so
 `.name` of something else does not count as a read of `policy.optimizer.name`.
@@ -16,6 +16,8 @@ from tree import parse, python_files
 
 from minirl.config import GrpoRun
 
+SETTINGS = ("config.py", "_rules.py", "_fit.py")
+"""How the files end that hold settings and check them: to check a key is not to use it."""
 Section = type[msgspec.Struct]
 
 
@@ -84,7 +86,8 @@ def scan(node: ast.AST, types: Types, found: set[str]) -> None:
             scan(value, types, found)
             bind(target, value, types)
         case ast.For(target=target, iter=value) | ast.comprehension(target=target, iter=value):
-            bind(target, value, types)
+            for item in value.elts if isinstance(value, ast.Tuple) else (value,):
+                bind(target, item, types)
         case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
             for generator in node.generators:
                 scan(generator, types, found)
@@ -110,7 +113,7 @@ def interpolated() -> set[str]:
 
 
 def test_every_key_is_read_by_code_or_by_the_default_of_one_that_is():
-    code = [f for f in python_files("minirl", "bin") if not f.endswith("config.py")]
+    code = [f for f in python_files("minirl", "bin") if not f.endswith(SETTINGS)]
     read = interpolated().union(*(reads(parse(f)) for f in code))
     assert sorted(KEYS - read) == []
 
@@ -134,6 +137,10 @@ def test_keys_of_sections_in_lists_are_among_those_checked():
         ("def f(s: list[ScheduleConfig]):\n for x in enumerate(s): x.name", "ScheduleConfig.name"),
         ("def f(d: DataConfig):\n c = d.train or 1\n c.x", "DataConfig.train DatasetConfig.x"),
         ("def f(d: DatasetConfig):\n def g(): return d.seed", "DatasetConfig.seed"),
+        (
+            "def f(p: PolicyConfig):\n for k, x in (1, 2), (3, p.tokenizer), (5, 6): x.name",
+            "PolicyConfig.tokenizer TokenizerConfig.name",
+        ),
         ("def f(p: PolicyConfig):\n def g(p): return p.precision", ""),
         ("def f(p: PolicyConfig):\n p = other()\n p.precision", "PolicyConfig.precision"),
         ("def f(p: PolicyConfig): p.precision = 1", ""),

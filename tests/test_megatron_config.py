@@ -4,9 +4,12 @@ import pytest
 from configs import MEGATRON, MINIMAL, edited, load_tree, message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tree import ROOT
 
-from minirl.config import check_launch
+from minirl.config import GrpoRun, check_launch
+from minirl.loader import load
 from minirl.megatron_config import MegatronConfig, data_parallel_size
+from minirl.megatron_fit import check_model_rules
 
 M = "policy.megatron_cfg"
 
@@ -199,3 +202,36 @@ def test_interleaved_stages_need_micro_batches_for_every_stage(key):
     text = launch(32, *TP4_PP2, chunks, *overrides)
     assert text.startswith(f"policy.{key} makes 1 micro-batches")
     assert f"{M}.pipeline_model_parallel_size 2" in text
+
+
+# ---- recipes ------------------------------------------------------------------------------------
+
+RECIPES = {
+    # name: (ranks, copies of the model, its layers, heads, groups, width)
+    "grpo_qwen2.5_1.5b_megatron": (8, 8, 28, 12, 2, 8960),
+    "grpo_llama3.1_8b_16k_megatron": (16, 2, 32, 32, 8, 14336),
+    "grpo_llama3.1_70b_megatron": (32, 2, 80, 64, 8, 28672),
+    "grpo_qwen3_30ba3b_megatron": (32, 16, 48, 32, 4, 6144),
+    "grpo_tiny_cpu_megatron": (2, 1, 2, 2, 2, 192),
+}
+MIXTURE = {"num_experts": 128, "moe_intermediate_size": 768}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_suits_its_model_and_the_ranks_that_it_names(name):
+    num_ranks, copies, layers, heads, groups, width = RECIPES[name]
+    run = load(ROOT / "bin" / "recipes" / f"{name}.yaml", [], GrpoRun)
+    check_launch(run, num_ranks)
+    assert data_parallel_size(run.policy.megatron_cfg, num_ranks) == copies
+    model = {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": width,
+    }
+    check_model_rules(run.policy.megatron_cfg, model | (MIXTURE if "30ba3b" in name else {}))
+
+
+def test_every_recipe_of_megatron_is_in_the_table():
+    found = {path.stem for path in (ROOT / "bin" / "recipes").glob("*_megatron.yaml")}
+    assert found == RECIPES.keys()
