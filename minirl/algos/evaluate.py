@@ -34,7 +34,7 @@ def answer(
     Collective: every rank of `axis` calls this with the same prompts.
     """
     each = -(-len(prompts) // axis.size)
-    first = min(axis.rank * each, len(prompts))
+    first = axis.rank * each
     mine = prompts[first : first + each]
     trajectories = rollout(
         engine, mine, sampling, num_generations=1, key=key, first_group=first, step=0
