@@ -181,20 +181,6 @@ def test_gmpo_without_bounds_is_gspo_without_bounds(seed: int):
     torch.testing.assert_close(gradient(one, x), gradient(other, x))
 
 
-@given(seeds)
-def test_gmpo_clips_each_token_before_the_mean(seed: int):
-    x = draw(seed)
-    found = gmpo_loss(x.now - x.prev, x.advantages, kept(x), LOW, HIGH)
-    rows = []
-    for steps, signs in zip((x.now - x.prev).tolist(), x.advantages.tolist(), strict=True):
-        pairs = zip(steps, signs, strict=True)
-        clipped = [min(d, HIGH) if a > 0 else max(d, -LOW) for d, a in pairs]
-        rows.append([math.exp(sum(clipped) / len(clipped))] * len(clipped))
-    torch.testing.assert_close(found.bounded, torch.tensor(rows, dtype=F64), rtol=1e-7, atol=1e-7)
-    assert torch.equal(found.high == 1, (x.now - x.prev > HIGH) & (x.advantages > 0))
-    assert torch.equal(found.low == 1, (x.now - x.prev < -LOW) & (x.advantages < 0))
-
-
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
 @given(seeds)
 def test_dppo_blocks_what_is_far_and_moves_away(divergence: str, seed: int):
