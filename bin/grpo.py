@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from minirl.algos.launch import run_grpo
+from minirl.algos.launch import resolved, run_grpo
 from minirl.config import GrpoRun
 from minirl.loader import dump, load
 from minirl.log import say, user_errors
@@ -20,14 +20,18 @@ def main(
         list[str] | None, typer.Argument(help="Dotted keys of the file, as key=value.")
     ] = None,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Show the resolved config and stop.")
+        bool,
+        typer.Option(
+            "--print-config",
+            help="Show the config, nothing left open, and stop.",
+        ),
     ] = False,
 ) -> None:
     """Run the training that CONFIG describes, on as many processes as torchrun started."""
     with user_errors():
         run = load(config, overrides or [], GrpoRun)
     if print_config:
-        say(dump(run))
+        say(dump(resolved(run)))
     else:
         run_grpo(run)
 

@@ -33,6 +33,7 @@ Values: records and settings
     megatron_optim_rules.py    what contradicts itself in its optimizer and schedule
     megatron_rules.py          what contradicts itself in the rest
     megatron_fit.py            whether the settings suit the model and the machine
+    megatron_auto.py           what Megatron's settings leave to code
     policy_config.py           settings of the model, the training backend and the engine
     config.py                  every other section of a run
 
@@ -78,6 +79,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_setup.py groups, provider, chunks, optimizer, schedule
     backends/megatron_rows.py  padded or packed rows, cut for context parallelism
     backends/megatron_forward.py  Core's schedules: log-probs and gradients
+    backends/megatron_moe.py   how evenly routers deal tokens to experts
     backends/megatron_ckpt.py  Core's sharded checkpoints
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout

@@ -4,11 +4,15 @@ It imports nothing of minirl: jaxtyping's import hook is installed after this fi
 """
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 # Before torch is imported here or in a child process.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Conversions of tiny models; gone with the session's other files.
+os.environ["NRL_MEGATRON_CHECKPOINT_DIR"] = tempfile.mkdtemp(prefix="minirl-converted-")
 
 import pytest
 import torch
@@ -49,6 +53,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     # Its decoder layers are large enough to be sharded one by one.
     names["large"] = save_model(root / "large", hidden_size=256, intermediate_size=1400)
     return names
+
+
+def pytest_sessionfinish() -> None:
+    """Conversions are as large as models."""
+    shutil.rmtree(os.environ["NRL_MEGATRON_CHECKPOINT_DIR"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

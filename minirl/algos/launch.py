@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from msgspec import structs
+
 from minirl.algos import grpo, loop
 from minirl.algos.collect import Parts, ScoreFn
 from minirl.algos.evaluate import Judged, accuracy, answer
 from minirl.backend import TrainState
-from minirl.backends import check_policy, open_backend, open_engine
+from minirl.backends import check_policy, decided, open_backend, open_engine
 from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
@@ -55,8 +57,8 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
         ValueError: anything is missing or does not fit; nothing expensive has started.
     """
     check_launch(run, num_ranks)
-    check_policy(run.policy)
     check_model(run.policy.model_name)
+    check_policy(run.policy)
     tokenizer = load_tokenizer(run.policy.tokenizer)
     kwargs = run.policy.tokenizer.chat_template_kwargs
     data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
@@ -85,6 +87,7 @@ def run_grpo(run: GrpoRun) -> None:
 
     Collective: every launched rank calls it with the same config.
     """
+    run = resolved(run)
     run_dir, folder = Path(run.logger.log_dir), Path(run.checkpointing.checkpoint_dir)
     with ExitStack() as stack:
         with user_errors():
@@ -110,6 +113,11 @@ def run_grpo(run: GrpoRun) -> None:
         )
         if axis.rank == 0:
             log.say(learning_curve(metrics_path(run_dir)))
+
+
+def resolved(run: GrpoRun) -> GrpoRun:
+    """The same run with every setting decided that was left to code."""
+    return structs.replace(run, policy=decided(run.policy))
 
 
 def resumed_from(run: GrpoRun) -> tuple[int, Path] | None:

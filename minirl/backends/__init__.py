@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from minirl import megatron_auto
 from minirl.backend import Backend, TrainState
 from minirl.engine import Engine
+from minirl.hf import model_facts
+from minirl.megatron_fit import check_machine, check_model_rules, this_machine
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
@@ -32,15 +35,34 @@ def open_backend(
             return megatron.open_backend(cfg, axis, key, with_reference=with_reference)
 
 
+def decided(cfg: PolicyConfig) -> PolicyConfig:
+    """The same settings with nothing left open that code decides (`null` in Megatron's section)."""
+    if cfg.dtensor_cfg.enabled:
+        return cfg
+    return megatron_auto.decided(cfg, this_machine())
+
+
 def check_policy(cfg: PolicyConfig) -> None:
     """Refuses what the chosen backend could not build, before any model is loaded.
 
-    Raises:
-        ValueError: an optimizer or a schedule does not exist or does not take its arguments.
-    """
-    from minirl.backends import optim
+    The model's folder has been checked by then.
 
-    optim.check(cfg)
+    Raises:
+        ValueError: an optimizer or a schedule does not exist or does not take its arguments; or
+            Megatron's settings do not fit the model, the machine or the installed packages.
+    """
+    if cfg.dtensor_cfg.enabled:
+        from minirl.backends import optim
+
+        optim.check(cfg)
+        return
+    from minirl.backends import megatron_setup
+
+    check_machine(cfg.megatron_cfg, this_machine())
+    cfg = decided(cfg)
+    check_model_rules(cfg.megatron_cfg, model_facts(cfg.model_name))
+    megatron_setup.prepare_process(cfg.megatron_cfg)
+    megatron_setup.describe(cfg)
 
 
 def open_engine(cfg: PolicyConfig) -> Engine:

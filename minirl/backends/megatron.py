@@ -19,9 +19,12 @@ from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights,
 from minirl.backends import megatron_ckpt, megatron_convert, megatron_setup
 from minirl.backends.megatron_bridge import core
 from minirl.backends.megatron_forward import Stage, backward_, forward, open_stage
+from minirl.backends.megatron_moe import RouterLoads, read_loads_, watch_routers
 from minirl.backends.megatron_setup import Built
 from minirl.hf import check_model
+from minirl.megatron_auto import decided
 from minirl.megatron_config import data_parallel_size
+from minirl.megatron_fit import this_machine
 from minirl.metrics import Metrics, Sum, mean_of, merge, scalar
 from minirl.parallel import Axis, require_equal
 from minirl.policy_config import PolicyConfig
@@ -38,6 +41,7 @@ class Trainer:
     reference: list[Tensor] | None
     """This rank's weights as first loaded, on the CPU, in the order of `_parameters`."""
     data_axis: Axis
+    loads: RouterLoads | None
     updates: int = 0
     stamp: int = 0
     """How many states were consumed."""
@@ -68,6 +72,7 @@ def open_backend(
     Raises:
         ValueError: a model that Bridge cannot convert, or that the layout does not fit.
     """
+    cfg = decided(cfg, this_machine())
     check_model(cfg.model_name)
     data_parallel_size(cfg.megatron_cfg, axis.size)
     if axis.group is None:
@@ -89,6 +94,7 @@ def open_backend(
             groups.get_data_parallel_world_size(),
             groups.get_data_parallel_group(),
         ),
+        loads=watch_routers(built.chunks) if cfg.megatron_cfg.moe_per_layer_logging else None,
     )
     if with_reference:
         trainer.reference = [_to_host(p) for p in _parameters(trainer)]
@@ -201,6 +207,8 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     seen = backward_(trainer.stage, works)
+    if trainer.loads is not None:
+        seen.append(read_loads_(trainer.loads))
     lr = float(optimizer.param_groups[0]["lr"])
     norm, taken = _step_(trainer)
     # Counted on one rank, since the sum over ranks is what is logged.

@@ -28,7 +28,7 @@ LAYOUT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""What Core is told about the format, saving and loading."""
+"""What Core is told about the format, saving and loading; it adds process groups to its copy."""
 SETTINGS = (
     *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
     *("sgd_momentum",),
@@ -96,14 +96,14 @@ def load_(folder: Path, built: Built) -> dict[str, Any]:
 def _state(built: Built, *, loading: bool) -> dict[str, Any]:
     state = model_state(built.chunks)
     state["optimizer"] = built.optimizer.sharded_state_dict(
-        dict(state), is_loading=loading, metadata=LAYOUT
+        dict(state), is_loading=loading, metadata=dict(LAYOUT)
     )
     return state
 
 
 def model_state(chunks: Sequence[Chunk]) -> dict[str, Any]:
     """Where each weight of this rank lies in the whole model, by Core's names."""
-    states = [model.sharded_state_dict(metadata=LAYOUT) for model in _cores(chunks)]
+    states = [model.sharded_state_dict(metadata=dict(LAYOUT)) for model in _cores(chunks)]
     if len(states) == 1:
         return {"model": states[0]}
     return {f"model{i}": state for i, state in enumerate(states)}
@@ -130,7 +130,7 @@ def write_tensors(folder: Path, state: dict[str, Any]) -> None:
     """Core's writing of a sharded state. Collective."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, about Core's use of older functions
-        core("dist_checkpointing").save(state, str(folder), content_metadata=LAYOUT)
+        core("dist_checkpointing").save(state, str(folder), content_metadata=dict(LAYOUT))
 
 
 def read_tensors(folder: Path, state: dict[str, Any]) -> dict[str, Any]:

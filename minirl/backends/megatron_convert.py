@@ -27,7 +27,9 @@ import torch.distributed as dist
 from minirl.backends import megatron_ckpt, megatron_setup
 from minirl.backends.megatron_bridge import has_transformer_engine
 from minirl.hf import model_facts, weight_files
+from minirl.megatron_auto import decided
 from minirl.megatron_config import MegatronConfig
+from minirl.megatron_fit import this_machine
 from minirl.parallel import Axis, barrier, gather, launched_size, world
 from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
@@ -209,7 +211,7 @@ def _alone(cfg: PolicyConfig) -> PolicyConfig:
         model_overrides=cfg.megatron_cfg.model_overrides,
         optimizer=cfg.megatron_cfg.optimizer,
     )
-    return msgspec.structs.replace(cfg, megatron_cfg=own)
+    return decided(msgspec.structs.replace(cfg, megatron_cfg=own), this_machine())
 
 
 def read_(folder: Path, built: megatron_setup.Built) -> None:

@@ -61,18 +61,27 @@ def _is_cuda(device: object) -> bool:
             return isinstance(device, int) and not isinstance(device, bool)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Done already."""
+# torch's compiler lists the functions of torch.cuda and takes none twice: each name gets its own.
 
 
-def _itself(x: Any, *args: Any, **kwargs: Any) -> Any:
-    return x
+def _nothing() -> Callable[..., None]:
+    def done_already(*args: Any, **kwargs: Any) -> None: ...
+
+    return done_already
+
+
+def _itself() -> Callable[..., Any]:
+    def already_there(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+    return already_there
 
 
 def _patch_devices() -> None:
     cuda: Any = torch.cuda
-    cuda.current_device = functools.partial(_itself, CPU)
-    cuda.set_device = cuda.synchronize = cuda.empty_cache = _nothing
+    cuda.current_device = lambda: CPU
+    for name in ("set_device", "synchronize", "empty_cache"):
+        setattr(cuda, name, _nothing())
 
 
 def _patch_factories() -> None:
@@ -92,8 +101,8 @@ def _patch_factories() -> None:
         return cast(Tensor, plain_to(self, *args, **kwargs))
 
     tensor.to = to
-    tensor.cuda = tensor.pin_memory = _itself
-    cast(Any, torch.nn.Module).cuda = _itself
+    tensor.cuda, tensor.pin_memory = _itself(), _itself()
+    cast(Any, torch.nn.Module).cuda = _itself()
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +122,7 @@ class _Event:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    record = wait = synchronize = _nothing
+    record = wait = synchronize = _nothing()
 
     def query(self) -> bool:
         return True
@@ -130,7 +139,7 @@ class _Stream:
     def __hash__(self) -> int:
         return 0
 
-    wait_stream = wait_event = synchronize = _nothing
+    wait_stream = wait_event = synchronize = _nothing()
 
     def record_event(self, event: Any = None) -> Any:
         return event or _Event()
@@ -138,10 +147,10 @@ class _Stream:
 
 def _patch_streams() -> None:
     cuda: Any = torch.cuda
-    cuda.current_stream = cuda.default_stream = functools.partial(_itself, _Stream())
+    cuda.current_stream, cuda.default_stream = lambda: _Stream(), lambda: _Stream()
     cuda.stream = nullcontext
     cuda.Stream, cuda.Event = _Stream, _Event
-    cast(Any, torch.Tensor).record_stream = _nothing
+    cast(Any, torch.Tensor).record_stream = _nothing()
 
 
 def _patch_random_state() -> None:
@@ -293,19 +302,14 @@ def causal_attention(
         local = slice(at, at + length // num)
         keys, values = (_in_order(x[:, local]) for x in parts)
         offset = at
-        for start, end in _chunks(length, num, rank):
+        size = length // (2 * num)
+        chunks = [(c * size, (c + 1) * size) for c in (rank, 2 * num - 1 - rank)]
+        for start, end in chunks if num > 1 else [(0, length)]:
             rows = query[offset : offset + end - start]
             outputs.append(_attend(rows, keys[:end], values[:end], start, scale))
             offset += end - start
         at = local.stop
     return torch.cat(outputs).flatten(2)
-
-
-def _chunks(length: int, num: int, rank: int) -> list[tuple[int, int]]:
-    if num == 1:
-        return [(0, length)]
-    size = length // (2 * num)
-    return [(c * size, (c + 1) * size) for c in (rank, 2 * num - 1 - rank)]
 
 
 def _in_order(parts: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends.megatron_bridge import core
@@ -31,6 +33,10 @@ from minirl.metrics import Metrics
 from minirl.policy_config import PolicyConfig
 from minirl.types import Rows, Scalar
 
+EVERYTHING = slice(None)
+CHUNK = 256
+"""Positions whose logits exist at a time when log-probs are taken from hidden states."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -47,6 +53,8 @@ class Stage:
     device: torch.device
     options: dict[str, Any]
     """Further arguments of a chunk's forward."""
+    fused: bool
+    """Log-probs are taken from hidden states, some positions at a time, and not from logits."""
 
 
 def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
@@ -75,6 +83,7 @@ def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
         if torch.cuda.is_available()
         else torch.device("cpu"),
         options={"fp32_output": False} if defer else {},
+        fused=cfg.megatron_cfg.use_fused_linear_logprobs,
     )
 
 
@@ -149,32 +158,67 @@ def _forward_step(
     """What Core's schedules ask for: the chunk's output, and what the last stage does with it."""
     work = next(works)
     inputs = to_model(work.rows, stage.layout, size)
+    view = partial(_token_values, stage, inputs, work.head)
+    processor = {"output_processor": partial(_from_hidden, view)} if stage.fused else {}
     output = chunk(
         input_ids=inputs.tokens.to(stage.device),
         position_ids=inputs.positions.to(stage.device),
         attention_mask=None,
         packed_seq_params=packed_params(inputs.ends, stage.device),
         **stage.options,
+        **processor,
     )
 
     def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
-        return finish(work, _view(stage, output, inputs, work))
+        logprobs, entropy = output if stage.fused else view(output)
+        batch, length = work.rows.tokens.shape
+        place = inputs.place.to(output.device)
+        whole = partial(to_rows, place=place, shape=(batch, length - 1), group=stage.context)
+        return finish(
+            work, TokenOutput(whole(logprobs), whole(entropy) if work.head.entropy else None)
+        )
 
     return output, last_stage
 
 
-def _view(stage: Stage, logits: Tensor, inputs: ModelRows, work: Work) -> TokenOutput:
-    """The head's view of the last stage's output, as whole rows."""
-    device = logits.device
+def _token_values(
+    stage: Stage, inputs: ModelRows, head: TokenHead, logits: Tensor, part: slice = EVERYTHING
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies at this rank's positions `part`, from their logits."""
     real = max(0, min(logits.shape[-1], stage.vocab_size - stage.shard.start))
-    logprobs, entropy = vocab_logprobs(
-        logits[..., :real], inputs.following.to(device), stage.shard, work.head.temperature
+    following = inputs.following[:, part].to(logits.device)
+    return vocab_logprobs(logits[..., :real], following, stage.shard, head.temperature)
+
+
+def _from_hidden(
+    view: Callable[..., tuple[Tensor, Tensor]],
+    *,
+    hidden_states: Tensor,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    **ignored: Any,
+) -> Tensor:
+    """Log-probs and entropies, stacked, without ever holding the logits of all positions.
+
+    The output layer runs on `CHUNK` positions at a time, forward and, once more, backward.
+    """
+    regions, weight = core("tensor_parallel"), output_weight
+    if weight is None:
+        weight = output_layer.weight
+    # Every rank of the vocabulary has its own part of the hidden states' gradient.
+    if output_layer.sequence_parallel:
+        hidden = regions.gather_from_sequence_parallel_region(hidden_states)
+    else:
+        hidden = regions.copy_to_tensor_model_parallel_region(hidden_states)
+
+    def values(hidden: Tensor, weight: Tensor, part: slice) -> Tensor:
+        logits = linear(hidden, weight, output_layer.bias).transpose(0, 1)
+        return torch.stack(view(logits, part))
+
+    parts = [slice(at, at + CHUNK) for at in range(0, len(hidden), CHUNK)]
+    return torch.cat(
+        [checkpoint(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1
     )
-    batch, length = work.rows.tokens.shape
-    whole = partial(
-        to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=stage.context
-    )
-    return TokenOutput(whole(logprobs), whole(entropy) if work.head.entropy else None)
 
 
 def _attached(loss: Scalar, output: TokenOutput) -> Scalar:

@@ -2,7 +2,8 @@
 
 A *provider* is Megatron Bridge's description of a model: Core's configuration, filled in from the
 Hugging Face config. Order of what is said about a field: the model's own, `model_overrides`, the
-first-class keys of `policy.megatron_cfg`. The finished provider is what checkpoints record.
+first-class keys of `policy.megatron_cfg`, of which none is open any more (`megatron_auto.decided`).
+The finished provider is what checkpoints record.
 """
 
 import importlib
@@ -17,7 +18,7 @@ import torch
 
 from minirl.backends import megatron_cpu
 from minirl.backends.megatron_bridge import core, has_transformer_engine, open_bridge
-from minirl.backends.megatron_overrides import merge_overrides
+from minirl.backends.megatron_overrides import merge_overrides, refuse_decided
 from minirl.hf import model_facts
 from minirl.megatron_config import MegatronConfig
 from minirl.policy_config import PolicyConfig
@@ -111,6 +112,7 @@ def describe(cfg: PolicyConfig) -> Described:
         | (NO_GPU if not torch.cuda.is_available() else {})
         | kernel_fields(megatron)
     )
+    refuse_decided(megatron.model_overrides, facts)
     for name, value in facts.items():
         setattr(provider, name, value)
     if not has_transformer_engine():
@@ -136,9 +138,9 @@ def provider_fields(cfg: PolicyConfig) -> dict[str, Any]:
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
         "num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
         "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
-        "sequence_parallel": sequence_parallel(megatron),
+        "sequence_parallel": megatron.sequence_parallel,
         "params_dtype": dtype,
-        "pipeline_dtype": DTYPES[megatron.pipeline_dtype or cfg.precision],
+        "pipeline_dtype": DTYPES[str(megatron.pipeline_dtype)],
         "bf16": cfg.precision == "bfloat16",
         "fp16": False,
         "seq_length": cfg.max_total_sequence_length,
@@ -151,6 +153,7 @@ def provider_fields(cfg: PolicyConfig) -> dict[str, Any]:
         "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
         # Losses are already divided by the counts of the global batch: gradients only add up.
         "calculate_per_token_loss": True,
+        "mtp_num_layers": None,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         # The vocabulary is filled up so that it divides, as no model's own size always does.
@@ -161,12 +164,6 @@ def provider_fields(cfg: PolicyConfig) -> dict[str, Any]:
         "perform_initialization": False,
     }
     return fields | recompute_fields(megatron) | offload_fields(megatron)
-
-
-def sequence_parallel(cfg: MegatronConfig) -> bool:
-    """Whether sequences are cut outside attention: by default wherever tensors are."""
-    chosen = cfg.sequence_parallel
-    return cfg.tensor_model_parallel_size > 1 if chosen is None else chosen
 
 
 def recompute_fields(cfg: MegatronConfig) -> dict[str, Any]:
@@ -203,10 +200,11 @@ def offload_fields(cfg: MegatronConfig) -> dict[str, Any]:
 
 
 def kernel_fields(cfg: MegatronConfig) -> dict[str, Any]:
-    """Fused kernels, CUDA graphs and FP8, as far as they are set."""
-    names = ("apply_rope_fusion", "bias_activation_fusion", "gradient_accumulation_fusion")
+    """Fused kernels, CUDA graphs and FP8."""
     fields: dict[str, Any] = {
-        name: value for name in names if (value := getattr(cfg, name)) is not None
+        "apply_rope_fusion": cfg.apply_rope_fusion,
+        "bias_activation_fusion": cfg.bias_activation_fusion,
+        "gradient_accumulation_fusion": cfg.gradient_accumulation_fusion,
     }
     if cfg.cuda_graph_impl != "none":
         fields |= {
@@ -230,13 +228,12 @@ def moe_fields(cfg: MegatronConfig) -> dict[str, Any]:
         "moe_router_bias_update_rate": cfg.moe_router_bias_update_rate,
         "moe_enable_deepep": cfg.moe_enable_deepep,
         "moe_shared_expert_overlap": cfg.moe_shared_expert_overlap,
+        "moe_permute_fusion": cfg.moe_permute_fusion,
     }
     if cfg.moe_router_load_balancing_type == "none":
         fields["moe_aux_loss_coeff"] = 0.0
     if cfg.moe_router_dtype is not None:
         fields["moe_router_dtype"] = cfg.moe_router_dtype
-    if cfg.moe_permute_fusion is not None:
-        fields["moe_permute_fusion"] = cfg.moe_permute_fusion
     return fields
 
 
@@ -281,15 +278,12 @@ def build_chunks(cfg: PolicyConfig, provider: Any, *, trained: bool = True) -> l
 def wrap(cfg: MegatronConfig, provider: Any, chunks: Sequence[Chunk]) -> list[Chunk]:
     """Core's data parallelism around the chunks, and the schedule's hooks into it."""
     data_parallel = core("distributed")
-    keys, cuda = cfg.distributed_data_parallel_config, torch.cuda.is_available()
-    sharded = cfg.optimizer.use_distributed_optimizer
-    overlap = cuda if keys.overlap_grad_reduce is None else keys.overlap_grad_reduce
-    gather = keys.overlap_param_gather
+    keys = cfg.distributed_data_parallel_config
     facts = data_parallel.DistributedDataParallelConfig(
-        use_distributed_optimizer=sharded,
-        grad_reduce_in_fp32=keys.grad_reduce_in_fp32 is not False,
-        overlap_grad_reduce=overlap,
-        overlap_param_gather=(cuda and sharded and overlap) if gather is None else gather,
+        use_distributed_optimizer=cfg.optimizer.use_distributed_optimizer,
+        grad_reduce_in_fp32=keys.grad_reduce_in_fp32,
+        overlap_grad_reduce=keys.overlap_grad_reduce,
+        overlap_param_gather=keys.overlap_param_gather,
         average_in_collective=False,
     )
     wrapped = [
@@ -299,7 +293,7 @@ def wrap(cfg: MegatronConfig, provider: Any, chunks: Sequence[Chunk]) -> list[Ch
     ]
     provider.finalize_model_grads_func = data_parallel.finalize_model_grads
     provider.grad_scale_func = None
-    if overlap:
+    if keys.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in wrapped]
         provider.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     return wrapped
@@ -308,15 +302,6 @@ def wrap(cfg: MegatronConfig, provider: Any, chunks: Sequence[Chunk]) -> list[Ch
 def build_optimizer(cfg: PolicyConfig, chunks: Sequence[Chunk]) -> Any:
     """Core's optimizer; biases and norms are exempt from weight decay, as Core has it."""
     keys = cfg.megatron_cfg.optimizer
-    aware = keys.use_precision_aware_optimizer
-    if aware is None:
-        aware = (
-            has_transformer_engine()
-            and keys.use_distributed_optimizer
-            and cfg.precision == "bfloat16"
-            and keys.optimizer == "adam"
-            and not keys.optimizer_cpu_offload
-        )
     facts = core("optimizer").OptimizerConfig(
         optimizer=keys.optimizer,
         lr=keys.lr,
@@ -331,7 +316,7 @@ def build_optimizer(cfg: PolicyConfig, chunks: Sequence[Chunk]) -> Any:
         params_dtype=DTYPES[cfg.precision],
         clip_grad=cfg.max_grad_norm or 0.0,
         use_distributed_optimizer=keys.use_distributed_optimizer,
-        use_precision_aware_optimizer=aware,
+        use_precision_aware_optimizer=keys.use_precision_aware_optimizer,
         overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
         optimizer_cpu_offload=keys.optimizer_cpu_offload,
         optimizer_offload_fraction=keys.optimizer_offload_fraction,

@@ -1,0 +1,185 @@
+"""The parity matrix: every layout of both backends against one process of Hugging Face and torch.
+
+A row of the matrix is a layout; a run of it is three updates with Adam and clipping, on rows of
+uneven lengths that are shared out among the data-parallel ranks in uneven micro-batches.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from backend_cases import Sample, by_expert, exported, make_samples, make_work, split
+from models import policy_config
+from torch import Tensor
+
+from minirl.backends import open_backend
+from minirl.megatron_config import MegatronConfig, MegatronDdpConfig, MegatronOptimizerConfig
+from minirl.metrics import value
+from minirl.parallel import Axis, reduce_metrics
+from minirl.policy_config import DTensorConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
+from minirl.rng import key_of
+
+STEPS, SAMPLES, CLIP = 3, 8, 1.0
+ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6}
+SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""What every layout divides."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row of the matrix."""
+
+    name: str
+    ranks: int
+    megatron: dict[str, Any] | None = None
+    """Keys of `policy.megatron_cfg`; None: the FSDP2 backend."""
+    family: str = "qwen3"
+    sharded_optimizer: bool = True
+
+
+def tp(size: int = 2, **more: Any) -> dict[str, Any]:
+    return {"tensor_model_parallel_size": size, **more}
+
+
+PP = {"pipeline_model_parallel_size": 2}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+UNEVEN = {**PP, "num_layers_in_first_pipeline_stage": 1}
+CP = {"context_parallel_size": 2}
+EP = {"expert_model_parallel_size": 2, "freeze_moe_router": False}
+RECOMPUTE = {"activation_checkpointing": True}
+OVERLAP = {
+    "distributed_data_parallel_config": MegatronDdpConfig(
+        overlap_grad_reduce=True, overlap_param_gather=True
+    )
+}
+
+LAYOUTS = [
+    Layout("DTensor FSDP2", 2),
+    Layout("Megatron, 1 rank", 1, {}),
+    Layout("DP2, distributed optimizer", 2, {}),
+    Layout("DP2, whole optimizer", 2, {}, sharded_optimizer=False),
+    Layout("DP2, overlapped communication", 2, OVERLAP),
+    Layout("TP2", 2, tp(sequence_parallel=False)),
+    Layout("TP2 + SP", 2, tp()),
+    Layout("TP2 + SP, untied", 2, tp(), family="llama"),
+    Layout("TP2 + SP, full recomputation", 2, {**tp(), **RECOMPUTE}),
+    Layout("PP2", 2, PP),
+    Layout("PP2, uneven stages", 2, UNEVEN),
+    Layout("PP2 VPP2", 2, VPP),
+    Layout("CP2", 2, CP),
+    Layout("EP2 (MoE)", 2, EP, family="qwen3_moe"),
+    Layout("TP2 x DP2", 4, tp()),
+    Layout("TP2 x PP2", 4, {**tp(), **PP}),
+    Layout("TP2 x CP2", 4, {**tp(), **CP}),
+    Layout("PP2 x CP2", 4, {**PP, **CP}),
+    Layout("PP2 VPP2 x DP2", 4, VPP),
+    Layout("EP2 x TP2 (MoE)", 4, {**EP, **tp()}, family="qwen3_moe"),
+    Layout("EP2 x PP2 (MoE)", 4, {**EP, **PP}, family="qwen3_moe"),
+]
+
+
+class Run(NamedTuple):
+    """What three updates gave."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+class Errors(NamedTuple):
+    """The largest relative differences from the oracle."""
+
+    loss: float
+    norm: float
+    weights: float
+
+
+def policy(layout: Layout, model: str, *, packed: bool) -> PolicyConfig:
+    """The config of a row."""
+    fields: dict[str, Any] = {"max_grad_norm": CLIP}
+    if layout.megatron is None:
+        kwargs = {**ADAM, "betas": list(ADAM["betas"]), "weight_decay": 0.0}
+        return policy_config(model, optimizer=OptimizerConfig(kwargs=kwargs), **fields)
+    beta1, beta2 = ADAM["betas"]
+    optimizer = MegatronOptimizerConfig(
+        lr=ADAM["lr"],
+        weight_decay=0.0,
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        adam_eps=ADAM["eps"],
+        use_distributed_optimizer=layout.sharded_optimizer,
+    )
+    return policy_config(
+        model,
+        optimizer=None,
+        dtensor_cfg=DTensorConfig(enabled=False),
+        sequence_packing=SequencePackingConfig(enabled=packed),
+        megatron_cfg=MegatronConfig(enabled=True, optimizer=optimizer, **layout.megatron),
+        **fields,
+    )
+
+
+def samples_of(step: int) -> list[Sample]:
+    return make_samples(SAMPLES, seed=step, longest=14)
+
+
+def run_layout(axis: Axis, layout: Layout, model: str, *, packed: bool) -> Run:
+    """The updates, on this rank's share. Collective."""
+    cfg = policy(layout, model, packed=packed)
+    backend, state = open_backend(cfg, axis, key_of(0))
+    data = backend.data_axis
+    losses, norms = [], []
+    for step in range(STEPS):
+        each = SAMPLES // data.size
+        mine = samples_of(step)[data.rank * each : (data.rank + 1) * each]
+        works = [
+            make_work(part, padding=i, junk=5) for i, part in enumerate(split(mine, [2, 1, 1]))
+        ]
+        state, metrics = backend.update_(state, works)
+        metrics = reduce_metrics(metrics, data)
+        losses.append(value(metrics["loss"]))
+        norms.append(value(metrics["grad_norm"]))
+    return Run(losses, norms, exported(backend, state))
+
+
+def oracle(model_name: str) -> Run:
+    """The same by transformers and torch, one unpadded row at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, **ADAM)
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for sample in samples_of(step):
+            tokens = torch.tensor([sample.tokens])
+            logs = model(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
+            chosen = logs.gather(-1, tokens[0, 1:, None])[:, 0]
+            loss = -(chosen * torch.tensor(sample.weights)).sum()
+            loss.backward()
+            total += float(loss.detach())
+        squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+        norms.append(math.sqrt(squares))
+        for parameter in model.parameters():
+            parameter.grad.mul_(min(1.0, CLIP / norms[-1]))
+        optimizer.step()
+        losses.append(total)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return Run(losses, norms, by_expert(weights))
+
+
+def errors(found: Run, expected: Run) -> Errors:
+    """How far a run is from the oracle."""
+
+    def worst(a: list[float], b: list[float]) -> float:
+        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+    assert found.weights.keys() == expected.weights.keys()
+    weights = max(
+        float((found.weights[k] - w).double().norm() / w.double().norm())
+        for k, w in expected.weights.items()
+    )
+    return Errors(worst(found.losses, expected.losses), worst(found.norms, expected.norms), weights)
