@@ -87,7 +87,7 @@ def _check_recompute(cfg: MegatronConfig) -> None:
     if modules is None:
         return
     refuse(
-        not cfg.activation_checkpointing or granularity != "selective",
+        granularity != "selective",
         f"{KEY}recompute_modules is {modules}, which has no effect without "
         f"{KEY}activation_checkpointing: true and {KEY}recompute_granularity: selective",
     )

@@ -306,8 +306,21 @@ ACCEPTED = [
     "num_layers_in_first_pipeline_stage: 4, pipeline_dtype: bfloat16}",
     "{pipeline_model_parallel_size: 2, pipeline_dtype: float32, "
     "model_overrides: {fp32_residual_connection: true}}",
-    "{activation_checkpointing: true}",
-    SELECTIVE,
+    "{pipeline_model_parallel_size: 2, num_layers_in_last_pipeline_stage: 3}",
+    "{activation_checkpointing: true, cuda_graph_impl: full_iteration}",
+    f"{{cuda_graph_impl: local, {SELECTIVE[1:]}",
+    "{cuda_graph_impl: local, cuda_graph_modules: [moe_router, moe_preprocess]}",
+    f"{{recompute_modules: [shared_experts, layernorm], {SELECTIVE[1:]}",
+    f"{{moe_shared_expert_overlap: true, recompute_modules: [mlp], {SELECTIVE[1:]}",
+    *(
+        f"{{fp8_cfg: {{enabled: true, fp8_recipe: {recipe}}}, recompute_modules: [{name}], "
+        f"{SELECTIVE[1:]}"
+        for recipe, name in (("delayed", "mlp"), ("blockwise", "layernorm"))
+    ),
+    "{optimizer: {use_precision_aware_optimizer: true}}",
+    "{optimizer: {use_distributed_optimizer: false}}",
+    "{distributed_data_parallel_config: {overlap_param_gather: true}}",
+    "{distributed_data_parallel_config: {overlap_grad_reduce: false}}",
     f"{{cuda_graph_impl: transformer_engine, {OFFLOAD[1:]}",
     f"{{cuda_graph_impl: local, cuda_graph_modules: [attn], {EXPERTS[1:]}",
     f"{{cuda_graph_impl: full_iteration, {OFFLOAD[1:-1]}, "
@@ -339,6 +352,7 @@ def test_what_is_no_contradiction_is_accepted(text):
 def test_fp8_is_refused_in_float32():
     text = message(built("{fp8_cfg: {enabled: true}}", "{}"), "policy.precision=float32")
     assert f"run.yaml: {M}.fp8_cfg.enabled is True, but policy.precision is float32" in text
+    load_tree(MEGATRON, "policy.precision=float32")
 
 
 def test_the_rules_of_optimizer_offload_come_in_their_order():
