@@ -23,8 +23,9 @@ MOE_KEYS = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),
     *("freeze_moe_router", "moe_router_dtype", "moe_router_load_balancing_type"),
     *("moe_router_bias_update_rate", "moe_per_layer_logging", "moe_token_dispatcher_type"),
-    *("moe_enable_deepep", "moe_shared_expert_overlap", "moe_permute_fusion"),
+    *("moe_enable_deepep", "moe_shared_expert_overlap"),
 )
+"""What only mixtures read. `moe_permute_fusion` is not among them: it is decided for any model."""
 STAGE_LAYOUTS = (
     *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
     "account_for_loss_in_pipeline_split",

@@ -4,9 +4,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml
+from configs import MEGATRON, load_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minirl.loader import dump
+from minirl.megatron_auto import decided
 from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
 from minirl.megatron_fit import MOE_KEYS, Machine, check_machine, check_model_rules, this_machine
 
@@ -103,7 +107,6 @@ OF_MOE: dict[str, Any] = {
     "moe_token_dispatcher_type": "flex",
     "moe_enable_deepep": True,
     "moe_shared_expert_overlap": True,
-    "moe_permute_fusion": True,
 }
 
 
@@ -118,7 +121,7 @@ def test_settings_of_mixtures_are_refused_for_a_dense_model(key):
 
 def test_every_key_that_is_named_for_mixtures_is_among_those():
     keys = {k for k in MegatronConfig.__struct_fields__ if "moe_" in k or k.startswith("expert_")}
-    assert keys == set(MOE_KEYS)
+    assert keys - {"moe_permute_fusion"} == set(MOE_KEYS)
 
 
 @pytest.mark.parametrize("modules", [["core_attn", "attn_proj"], ["qkv_linear"]])
@@ -214,6 +217,20 @@ def test_the_hybrid_optimizer_keeps_masters_without_transformer_engine():
     check_machine(MegatronConfig(optimizer=both), GPU._replace(transformer_engine=None))
 
 
+BARE = Machine(None, None, deep_ep=False, environ={})
+
+
+@pytest.mark.parametrize("machine", [GPU, BARE, GPU._replace(transformer_engine=None)])
+@pytest.mark.parametrize("model", [DENSE, MIXTURE])
+def test_what_is_decided_for_a_machine_suits_it_and_every_model_and_can_be_loaded(machine, model):
+    run = load_tree(MEGATRON)
+    cfg = decided(run.policy, machine)
+    check_machine(cfg.megatron_cfg, machine)
+    check_model_rules(cfg.megatron_cfg, model)
+    whole = msgspec.structs.replace(run, policy=cfg)
+    assert load_tree(yaml.safe_load(dump(whole))) == whole
+
+
 def test_the_defaults_run_on_this_machine():
     check_machine(MegatronConfig(), this_machine())
-    check_machine(MegatronConfig(), Machine(None, None, deep_ep=False, environ={}))
+    check_machine(MegatronConfig(), BARE)

@@ -92,7 +92,7 @@ def _refuse_unknown(target: Any, name: str, known: Collection[str], path: str) -
     )
 
 
-def _attributes(target: Any) -> dict[str, Any]:
+def _attributes(target: object) -> dict[str, Any]:
     """Of the object itself: a change of the mapping changes it."""
     attributes: dict[str, Any] = vars(target)
     return attributes
