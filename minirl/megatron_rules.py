@@ -252,6 +252,18 @@ def _check_moe(cfg: MegatronConfig) -> None:
         f"{KEY}moe_enable_deepep is True, which needs {KEY}moe_token_dispatcher_type flex (is "
         f"{dispatcher})",
     )
+    kind, weight = cfg.moe_router_load_balancing_type, cfg.model_overrides.get("moe_z_loss_coeff")
+    for key, wrong in (
+        (f"moe_router_load_balancing_type is {kind}", kind != "none"),
+        (f"model_overrides.moe_z_loss_coeff is {weight}", bool(weight)),
+    ):
+        refuse(
+            wrong,
+            # `attach_and_log_load_balancing_loss` in megatron/core/transformer/moe/router.py.
+            f"{KEY}{key}: Core multiplies the gradient of an auxiliary loss by a count of tokens, "
+            "to be divided by one later; here losses are divided before they are summed, and it "
+            "would outweigh the policy's: remove it",
+        )
 
 
 def check_overrides(overrides: Mapping[str, Any], first_class: Collection[str]) -> None:

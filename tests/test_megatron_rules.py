@@ -22,8 +22,10 @@ DECAY = "{lr_decay_style: linear, lr_decay_iters: 10}"
 RULES: list[tuple[str, str, str, str]] = [
     # (settings, one more setting, the key blamed, the rule or the remedy)
     ("{}", "virtual_pipeline_model_parallel_size: 2", "", "needs {M}.pipeline_model_parallel_size"),
-    ("{}", "num_layers_in_first_pipeline_stage: 2", "", "needs {M}.pipeline_model_parallel_size"),
-    ("{}", "num_layers_in_last_pipeline_stage: 2", "", "needs {M}.pipeline_model_parallel_size"),
+    *(
+        ("{}", f"num_layers_in_{end}_pipeline_stage: 2", "", "needs {M}.pipeline_model_parallel_s")
+        for end in ("first", "last")
+    ),
     (
         "{pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2}",
         "num_layers_in_first_pipeline_stage: 3",
@@ -33,7 +35,6 @@ RULES: list[tuple[str, str, str, str]] = [
     ("{}", "sequence_parallel: true", "", "needs {M}.tensor_model_parallel_size > 1"),
     (PP2, "pipeline_dtype: float32", "", "in policy.precision bfloat16; set it to null"),
     ("{}", "recompute_granularity: selective", "", "without {M}.activation_checkpointing"),
-    ("{}", "recompute_modules: [mlp]", "", "has no effect without {M}.activation_checkpointing"),
     ("{activation_checkpointing: true}", "recompute_modules: [mlp]", "", "granularity: selective"),
     (SELECTIVE, "recompute_modules: []", "", "name some of core_attn, gdn_norm_out"),
     (SELECTIVE, "recompute_modules: [attn]", "", "holds attn; the names there are: core_attn"),
@@ -68,7 +69,6 @@ RULES: list[tuple[str, str, str, str]] = [
     (OFFLOAD, "offload_modules: [attn]", "", "holds attn; the names there are: attn_norm"),
     (OFFLOAD, "offload_modules: [attn_proj]", "", "attn_proj needs core_attn"),
     (OFFLOAD, "offload_modules: [fused_group_mlp, moe_act]", "", "excludes moe_act; drop one"),
-    (OFFLOAD, "offload_modules: [fused_group_mlp, expert_fc1]", "", "excludes expert_fc1; drop"),
     (
         OFFLOAD,
         "offload_modules: [fused_group_mlp]",
@@ -147,6 +147,16 @@ RULES: list[tuple[str, str, str, str]] = [
     ),
     ("{}", "moe_token_dispatcher_type: allgather", "", "use alltoall"),
     ("{}", "moe_enable_deepep: true", "", "needs {M}.moe_token_dispatcher_type flex"),
+    *(
+        ("{}", f"moe_router_load_balancing_type: {kind}", "", "by a count of tokens")
+        for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss")
+    ),
+    (
+        "{}",
+        "model_overrides: {moe_z_loss_coeff: 1.0e-3}",
+        "model_overrides.moe_z_loss_coeff",
+        "would outweigh the policy's",
+    ),
     ("{}", "optimizer: {min_lr: 1.0e-3}", "optimizer.min_lr", "more than {M}.optimizer.lr 1e-06"),
     (
         "{}",
@@ -300,8 +310,7 @@ def test_contradictions_are_refused_by_the_full_key(base, extra, key, part):
 
 
 ACCEPTED = [
-    "{sequence_parallel: false, tensor_model_parallel_size: 2}",
-    "{sequence_parallel: true, tensor_model_parallel_size: 2}",
+    *(f"{{sequence_parallel: {on}, tensor_model_parallel_size: 2}}" for on in ("true", "false")),
     "{pipeline_model_parallel_size: 2, virtual_pipeline_model_parallel_size: 2, "
     "num_layers_in_first_pipeline_stage: 4, pipeline_dtype: bfloat16}",
     "{pipeline_model_parallel_size: 2, pipeline_dtype: float32, "

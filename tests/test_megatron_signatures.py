@@ -139,6 +139,11 @@ def test_core_asks_for_what_the_rules_ask_for():
     assert "NVTE_CPU_OFFLOAD_V1" in ast.unparse(parsed("bridge/training/config.py"))
 
 
+def test_auxiliary_losses_are_multiplied_by_counts_of_tokens():
+    source = ast.unparse(parsed("core/transformer/moe/router.py"))
+    assert "aux_loss * num_local_tokens * self.tp_cp_group.size()" in source
+
+
 def test_the_hybrid_optimizer_needs_a_gpu():
     source = ast.unparse(parsed("core/optimizer/cpu_offloading/hybrid_optimizer.py"))
     assert "torch.cuda.Stream()" in source
