@@ -33,8 +33,8 @@ Values: records and settings
     megatron_optim_rules.py    what contradicts itself in its optimizer and schedule
     megatron_rules.py          what contradicts itself in the rest
     megatron_fit.py            whether the settings suit the model and the machine
-    megatron_auto.py           what Megatron's settings leave to code
     policy_config.py           settings of the model, the training backend and the engine
+    megatron_auto.py           what Megatron's settings leave to code
     config.py                  every other section of a run
 
 Arithmetic: pure functions of tensors, on one process

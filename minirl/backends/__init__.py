@@ -37,9 +37,7 @@ def open_backend(
 
 def decided(cfg: PolicyConfig) -> PolicyConfig:
     """The same settings with nothing left open that code decides (`null` in Megatron's section)."""
-    if cfg.dtensor_cfg.enabled:
-        return cfg
-    return megatron_auto.decided(cfg, this_machine())
+    return megatron_auto.decided(cfg, this_machine()) if cfg.megatron_cfg.enabled else cfg
 
 
 def check_policy(cfg: PolicyConfig) -> None:
