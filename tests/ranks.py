@@ -7,6 +7,7 @@ exception in a rank is raised here with the rank's traceback; a job that hangs i
 either, the pool starts anew.
 """
 
+import atexit
 import multiprocessing as mp
 import pickle
 import sys
@@ -82,6 +83,10 @@ def close_pool() -> None:
     _pool.clear()
 
 
+# Before multiprocessing's own exit, which would wait for the workers.
+atexit.register(close_pool)
+
+
 def _grow(n: int) -> None:
     # A server imports the slow packages once; each worker is a fork of it. (A fork of the test
     # process itself would inherit its process groups and their threads.)
@@ -89,7 +94,8 @@ def _grow(n: int) -> None:
     context.set_forkserver_preload(PRELOAD)
     while len(_pool) < n:
         here, there = context.Pipe()
-        process = context.Process(target=_serve, args=(there, sys.path), daemon=True)
+        # Not a daemon: Megatron-Core saves through a process of its own.
+        process = context.Process(target=_serve, args=(there, sys.path))
         process.start()
         there.close()
         _pool.append(_Worker(process, here))

@@ -102,7 +102,7 @@ def look(axis: Axis, cfg: PolicyConfig, temperature: float) -> dict[str, Any]:
         ("qwen3", 2, {**TP2, "sequence_parallel": False, "use_fused_linear_logprobs": True}),
         ("qwen3", 2, {**PP2, "use_fused_linear_logprobs": True}),
         ("qwen3", 1, {"activation_checkpointing": True, "recompute_granularity": "selective"}),
-        ("qwen3_moe", 1, {"freeze_moe_router": False, "moe_token_dispatcher_type": "allgather"}),
+        ("qwen3_moe", 1, {"freeze_moe_router": False}),
     ],
     ids=["qwen2", "ragged vocabulary", "fused", "fused, no SP", "fused, PP", "selective", "moe"],
 )
@@ -119,7 +119,7 @@ def test_values_and_gradients_equal_a_plain_loop(
         assert found["padding"] == 0.0
         assert distance(found["gradients"], expected.gradients) < 1e-5
         assert found["norm"] == pytest.approx(expected.norm, rel=1e-5)
-        assert 0 < found["entropy"].min()
+        assert found["entropy"].min() > 0
 
 
 def test_the_entropy_is_the_same_in_every_layout(models: dict[str, str]) -> None:
@@ -164,7 +164,7 @@ def live(axis: Axis, cfg: PolicyConfig) -> dict[str, Any]:
     found["updates"] = (after.updates, skipped.updates)
     found["moved"] = distance(kept, before) > 0
     detached = poisoned._replace(loss=lambda out: (out.logprobs.sum().detach() * 0, {}))
-    idle, metrics = backend.update_(skipped, [detached])
+    _, metrics = backend.update_(skipped, [detached])
     found["idle norm"] = value(metrics["grad_norm"])
     found["loads"] = {k: v for k, v in values(metrics).items() if k.startswith("moe/")}
     found["axes"] = (backend.axis.size, backend.data_axis.size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
 from minirl.backends import megatron_ckpt, megatron_convert, megatron_setup
-from minirl.backends.megatron_bridge import core
+from minirl.backends.megatron_bridge import core, vocabulary_names
 from minirl.backends.megatron_forward import Stage, backward_, forward, open_stage
 from minirl.backends.megatron_moe import RouterLoads, read_loads_, watch_routers
 from minirl.backends.megatron_setup import Built
@@ -240,10 +240,10 @@ def _export(state: State) -> Iterator[tuple[str, Tensor]]:
     """See `Backend.export`. In the precision of the model. Collective, one tensor at a time."""
     trainer = _current(state)
     _settle(trainer)
-    pairs = trainer.built.bridge.export_hf_weights(
-        trainer.built.chunks, cpu=False, show_progress=False
-    )
-    return ((name, tensor.detach()) for name, tensor in pairs)
+    bridge, size = trainer.built.bridge, trainer.stage.vocab_size
+    filled_up = vocabulary_names(bridge)
+    pairs = bridge.export_hf_weights(trainer.built.chunks, cpu=False, show_progress=False)
+    return ((n, x.detach()[:size] if n in filled_up else x.detach()) for n, x in pairs)
 
 
 def _save(state: State, folder: Path) -> None:

@@ -54,6 +54,13 @@ def open_bridge(model_name: str, model_type: str, **kwargs: Any) -> Any:
         ) from error
 
 
+def vocabulary_names(bridge: Any) -> set[str]:
+    """Hugging Face names of the tensors with a row for each token of the vocabulary."""
+    mappings = bridge._model_bridge.mapping_registry().mappings
+    own = ("embedding.word_embeddings.weight", "output_layer.weight")
+    return {str(m.hf_param) for m in mappings if m.megatron_param in own}
+
+
 def _import_without_transformer_engine(model_type: str) -> Any:
     root = _folder()
     _enter(ROOT, root)

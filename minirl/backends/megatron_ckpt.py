@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from torch.distributed.checkpoint.api import CheckpointException
 
 from minirl.backends.megatron_bridge import core
 from minirl.backends.megatron_setup import Built, Chunk
@@ -144,9 +145,14 @@ def read_tensors(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
         with warnings.catch_warnings(), _only_plain_data():
             warnings.simplefilter("ignore")
             return dict(core("dist_checkpointing").load(state, str(folder)))
-    except (core("dist_checkpointing.core").CheckpointingException, KeyError) as error:
+    except (
+        core("dist_checkpointing.core").CheckpointingException,
+        CheckpointException,
+        KeyError,
+    ) as error:
+        reason = str(error).strip().splitlines()[-1]
         raise ValueError(
-            f"{str(folder)!r} does not hold the model of policy.model_name: {error}"
+            f"{str(folder)!r} does not hold the model of policy.model_name: {reason}"
         ) from error
 
 
@@ -227,7 +233,7 @@ def _plain(value: Any) -> Any:
         case _ if is_dataclass(value) and not isinstance(value, type):
             return {"_target_": _path(cast(Any, value).__class__), **_plain_fields(value)}
         case type():
-            return _path(value)
+            return _path(cast(Any, value))
         case _ if callable(value):
             return (
                 str(getattr(value, "__module__", ""))
@@ -238,5 +244,5 @@ def _plain(value: Any) -> Any:
             return str(value)
 
 
-def _path(cls: type[Any]) -> str:
+def _path(cls: Any) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"

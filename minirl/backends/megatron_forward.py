@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends.megatron_bridge import core
@@ -216,8 +216,9 @@ def _from_hidden(
         return torch.stack(view(logits, part))
 
     parts = [slice(at, at + CHUNK) for at in range(0, len(hidden), CHUNK)]
+    again: Any = checkpoint
     return torch.cat(
-        [checkpoint(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1
+        [again(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1
     )
 
 

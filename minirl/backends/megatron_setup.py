@@ -65,6 +65,7 @@ def prepare_process(cfg: MegatronConfig) -> None:
     os.environ.update(cfg.env_vars)
     # Core logs every parameter at this level, and one of its imports turns the level on.
     logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # Core's
     with warnings.catch_warnings():
         # What is missing without a GPU (Transformer Engine, apex ...) is told by our own checks.
         warnings.simplefilter("ignore")
