@@ -314,19 +314,22 @@ def test_what_does_not_belong_to_the_run_is_refused(models: dict[str, str], tmp_
 
 
 class Evil:
-    """Runs code when it is unpickled."""
+    """Runs code when it is unpickled: it leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
 
     def __reduce__(self) -> Any:
-        return Path.touch, (Path("/tmp/minirl-was-run"),)
+        return Path.touch, (self.trace,)
 
 
 def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     import pickle
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "trace")))
     with pytest.raises(ValueError, match=r"is no index of a checkpoint.*it names pathlib"):
         check_index(tmp_path)
-    assert not Path("/tmp/minirl-was-run").exists()
+    assert not (tmp_path / "trace").exists()
     with pytest.raises(ValueError, match="no Megatron checkpoint"):
         check_index(tmp_path / "nowhere")
 

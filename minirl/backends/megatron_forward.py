@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # untyped
 
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends.megatron_bridge import core

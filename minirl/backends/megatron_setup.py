@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -114,8 +114,8 @@ def describe(cfg: PolicyConfig) -> Described:
         | kernel_fields(megatron)
     )
     refuse_decided(megatron.model_overrides, facts)
-    for name, value in facts.items():
-        setattr(provider, name, value)
+    # Not setattr, which would take a name that a newer Core has dropped.
+    provider = replace(provider, **facts)
     if not has_transformer_engine():
         module: Any = importlib.import_module("megatron.bridge.models.gpt_provider")
         provider.transformer_layer_spec = module.local_layer_spec
@@ -232,7 +232,7 @@ def moe_fields(cfg: MegatronConfig) -> dict[str, Any]:
         "moe_permute_fusion": cfg.moe_permute_fusion,
     }
     if cfg.moe_router_load_balancing_type == "none":
-        fields["moe_aux_loss_coeff"] = 0.0
+        fields |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     if cfg.moe_router_dtype is not None:
         fields["moe_router_dtype"] = cfg.moe_router_dtype
     return fields
@@ -286,6 +286,7 @@ def wrap(cfg: MegatronConfig, provider: Any, chunks: Sequence[Chunk]) -> list[Ch
         overlap_grad_reduce=keys.overlap_grad_reduce,
         overlap_param_gather=keys.overlap_param_gather,
         average_in_collective=False,
+        fp8_param_gather=cfg.fp8_cfg.enabled and cfg.fp8_cfg.fp8_param,
     )
     wrapped = [
         # Core sends buckets early for the first chunk only, the last to run backward.
