@@ -48,6 +48,7 @@ Arithmetic: pure functions of tensors, on one process
     losses.py                  the policy loss: selects, composes, averages
     losses_supervised.py       next-token negative log-likelihood
     advantages.py              from rewards to advantages
+    packing.py                 which sequences share a micro-batch, and which a rank
 
 Text and tasks: from files to prompts, from answers to rewards
     chat.py                    conversations to tokens, once; tokens to text
@@ -96,8 +97,10 @@ Algorithms: the steps and the loop
     algos/loop.py              step, validate, save, log, until done
     algos/launch.py            from a config to a finished run
     algos/tiny.py              a small model made from nothing
+    algos/gpu_check.py         the Megatron backend tried on this machine
 
 Commands
     bin/make_tiny.py           makes the tiny model
     bin/grpo.py                one GRPO run
+    bin/check_gpu.py           the Megatron backend tried on this machine
 """

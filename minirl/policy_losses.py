@@ -58,7 +58,7 @@ def clipped_pg_loss(
     free, fixed = -advantages * ratio, -advantages * bounded
     cut = is_positive(fixed - free)
     high = cut * is_positive(advantages)
-    return Surrogate(torch.maximum(free, fixed), ratio, bounded.detach(), low=cut - high, high=high)
+    return Surrogate(torch.maximum(free, fixed), ratio, bounded, low=cut - high, high=high)
 
 
 def dual_clip(surrogate: Surrogate, advantages: TokenWeights, constant: float) -> Surrogate:
@@ -172,7 +172,7 @@ def dppo_loss(
     Source: Qi et al. 2026, arXiv:2602.04879, section 4 (binary TV and binary KL).
     """
     ratio = token_ratio(logprobs, prev_logprobs)
-    now, sampler = logprobs.detach(), generation_logprobs.detach()
+    now, sampler = logprobs.detach(), generation_logprobs.detach()  # the mask has no gradient
     p, q = now.exp(), sampler.exp()
     if divergence == "tv":
         distance = (p - q).abs()

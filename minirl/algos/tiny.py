@@ -103,21 +103,27 @@ def save_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
-def save_random_model(folder: Path, seed: int) -> None:
-    """A Qwen3 of 2 layers with tied embeddings for the tokenizer in `folder`."""
+def save_random_model(folder: Path, seed: int, **sizes: int) -> None:
+    """A Qwen3 of 2 layers with tied embeddings for the tokenizer in `folder`.
+
+    `sizes` are fields of its Hugging Face config, in place of the tiny ones.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = load_tokenizer(TokenizerConfig(name=str(folder)))
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+    }
     config = Qwen3Config(
+        **{**small, **sizes},
         vocab_size=len(SPECIAL) + len(CHARACTERS) + 1,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,

@@ -10,15 +10,17 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -35,8 +37,10 @@ from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
 ITERATION, FACTS = "iter_0000000", "conversion.json"
-POLL_S = 20.0
-"""How often the waiting ranks hear that a conversion still runs; far below any group's timeout."""
+POLL_S = 1.0
+"""How often the waiting ranks hear that rank 0 still works; far below any group's timeout."""
+REASON = re.compile(r"(?:\[rank0\]: )?([\w.]*(?:Error|Exception|Interrupt)\b.*)")
+"""The line of a traceback that says what went wrong."""
 
 
 def checkpoint_root() -> Path:
@@ -115,7 +119,12 @@ class _Lock:
         self.path = folder.with_name(f".{folder.name}.lock")
         self.file: Any = None
 
-    def alone(self) -> None:
+    def open(self) -> None:
+        """Makes the file, and the folders above it.
+
+        Raises:
+            ValueError: they cannot be written.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("w")
@@ -124,10 +133,17 @@ class _Lock:
                 f"converted checkpoints go to {str(self.path.parent)!r}, which cannot be written "
                 f"({error.strerror}): set NRL_MEGATRON_CHECKPOINT_DIR to a folder that can"
             ) from error
-        fcntl.flock(self.file, fcntl.LOCK_EX)
 
-    def with_others(self) -> None:
-        fcntl.flock(self.file, fcntl.LOCK_SH)
+    def hold(self, kind: int) -> Iterator[None]:
+        """Takes `fcntl.LOCK_EX` or `LOCK_SH`; yields while others are in the way."""
+        while True:
+            try:
+                fcntl.flock(self.file, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL_S)
+                yield
+            else:
+                return
 
     def close(self) -> None:
         if self.file is not None:
@@ -137,13 +153,20 @@ class _Lock:
 def _convert_if_needed(cfg: PolicyConfig, folder: Path, lock: _Lock) -> Iterator[str | None]:
     """Yields None while it works, and at last what went wrong, or "" when the folder is there."""
     try:
-        lock.alone()
-        wanted = fingerprint(cfg)
-        if cfg.megatron_cfg.force_reconvert_from_hf or _found(folder) != wanted:
-            yield from _convert(cfg, folder, wanted)
-        lock.with_others()
-    except ValueError as error:
-        yield str(error)
+        lock.open()
+        wanted, forced = fingerprint(cfg), cfg.megatron_cfg.force_reconvert_from_hf
+        while True:
+            yield from lock.hold(fcntl.LOCK_EX)
+            if forced or _found(folder) != wanted:
+                yield from _convert(cfg, folder, wanted, lock)
+                forced = False
+            yield from lock.hold(fcntl.LOCK_SH)
+            # One lock is given up before the other is taken: a job with other settings may have
+            # come between and converted for itself.
+            if _found(folder) == wanted:
+                break
+    except (ValueError, OSError) as error:
+        yield str(error) or repr(error)
         return
     yield ""
 
@@ -153,7 +176,7 @@ def _agree(work: Iterator[str | None] | None, axis: Axis) -> None:
     while True:
         box = [next(work) if work is not None else None]
         if axis.group is not None:
-            dist.broadcast_object_list(box, src=0, group=axis.group)
+            dist.broadcast_object_list(box, group_src=0, group=axis.group)
         if box[0]:
             raise ValueError(box[0])
         if box[0] == "":
@@ -166,41 +189,59 @@ def _found(folder: Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        return dict(json.loads(file.read_text()))
+        facts = json.loads(file.read_text())
     except ValueError:
         return None  # torn: made again
+    return cast("dict[str, str]", facts) if isinstance(facts, dict) else None
 
 
-def _convert(cfg: PolicyConfig, folder: Path, facts: dict[str, str]) -> Iterator[None]:
+def _convert(cfg: PolicyConfig, folder: Path, facts: dict[str, str], lock: _Lock) -> Iterator[None]:
     """Converts in a process of its own, whose memory is gone afterwards."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     target = part / ITERATION
     target.mkdir(parents=True)
-    settings = part / "policy.json"
+    settings, log = part / "policy.json", part / "log.txt"
     settings.write_bytes(msgspec.json.encode(_alone(cfg)))
-    launch = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-    env = {k: v for k, v in os.environ.items() if k not in launch and "TORCHELASTIC" not in k}
     command = [sys.executable, "-m", "minirl.backends.megatron_convert", str(settings), str(target)]
-    log = part / "log.txt"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT)
-        while True:
-            try:
-                status = process.wait(timeout=POLL_S)
-                break
-            except subprocess.TimeoutExpired:
-                yield None
+    status = yield from _run(command, log, lock)
     if status:
-        lines = [line for line in log.read_text().splitlines() if line.strip()]
+        found = map(REASON.match, log.read_text(errors="replace").splitlines())
+        reasons = [match[1] for match in found if match]
         raise ValueError(
             f"policy.model_name: {cfg.model_name!r} could not be converted to Megatron's format: "
-            f"{lines[-1] if lines else f'exit status {status}'} (see {str(log)!r})"
+            f"{reasons[-1] if reasons else f'exit status {status}'} (see {str(log)!r})"
         )
     (target / FACTS).write_text(json.dumps(facts, indent=1))
     settings.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
+
+
+def _run(command: Sequence[str], log: Path, lock: _Lock) -> Generator[None, None, int]:
+    """Runs a command as no rank of anything; yields while it runs, returns its exit status.
+
+    The process inherits the lock: if this one is killed, no other job writes beside it.
+    """
+    launch = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
+    env = {k: v for k, v in os.environ.items() if k not in launch and "TORCHELASTIC" not in k}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock.file.fileno(),),
+        )
+    try:
+        while True:
+            try:
+                return process.wait(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _alone(cfg: PolicyConfig) -> PolicyConfig:
@@ -239,12 +280,23 @@ def convert(cfg: PolicyConfig, target: Path) -> None:
         bridge.load_hf_weights(chunks)
         unread = [n for c in chunks for n, p in c.named_parameters() if p.isnan().any()]
         if unread:
+            names = sorted({name for n in unread for name in _hugging_face_names(bridge, n)})
             raise ValueError(
-                f"policy.model_name: the checkpoint {cfg.model_name!r} lacks weights (or has NaN) "
-                f"for {unread[:5]} ({len(unread)} in all)"
+                f"its files lack these weights, or have NaN in them: {names[:5]} "
+                f"({len(names)} in all)"
             )
         megatron_ckpt.write_tensors(target, megatron_ckpt.model_state(chunks))
         megatron_ckpt.write_run_config(target, provider)
+
+
+def _hugging_face_names(bridge: Any, parameter: str) -> list[str]:
+    """What a checkpoint calls the parts of a parameter of Core: those that it lacks, if any."""
+    mapping = bridge._model_bridge.mapping_registry().megatron_to_hf_lookup(parameter)
+    if mapping is None:
+        return [parameter]
+    names = [mapping.hf_param] if isinstance(mapping.hf_param, str) else mapping.hf_param.values()
+    kept = set(bridge.hf_pretrained.state.keys())
+    return [name for name in names if name not in kept] or list(names)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ its loss, exist on the last pipeline stage; what is found there is handed to all
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -216,7 +216,7 @@ def _from_hidden(
         return torch.stack(view(logits, part))
 
     parts = [slice(at, at + CHUNK) for at in range(0, len(hidden), CHUNK)]
-    again: Any = checkpoint
+    again = cast(Any, checkpoint)
     return torch.cat(
         [again(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1
     )

@@ -11,7 +11,9 @@ import logging
 import os
 import warnings
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -63,9 +65,10 @@ class Built:
 def prepare_process(cfg: MegatronConfig) -> None:
     """Sets `env_vars`, then makes Megatron importable here; before anything imports it."""
     os.environ.update(cfg.env_vars)
-    # Core logs every parameter at this level, and one of its imports turns the level on.
-    logging.getLogger("megatron").setLevel(logging.WARNING)
+    # Core and Bridge report every parameter, kernel and default, at levels their imports turn on.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)  # Core's
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # too
     with warnings.catch_warnings():
         # What is missing without a GPU (Transformer Engine, apex ...) is told by our own checks.
         warnings.simplefilter("ignore")
@@ -262,7 +265,8 @@ def build_chunks(cfg: PolicyConfig, provider: Any, *, trained: bool = True) -> l
     for stage in [None] if virtual is None else range(virtual):
         first = groups.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
         last = groups.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
-        chunk = provider.provide(pre_process=first, post_process=last, vp_stage=stage)
+        with redirect_stdout(StringIO()):  # Core prints the size of its vocabulary
+            chunk = provider.provide(pre_process=first, post_process=last, vp_stage=stage)
         chunk.model_type = core("enums").ModelType.encoder_or_decoder
         if stage is not None:
             chunk.vp_stage = stage

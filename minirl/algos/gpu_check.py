@@ -1,0 +1,193 @@
+"""A short proof that the Megatron backend works on this machine, setting by setting.
+
+A small random model takes two updates under each setting, and its log-probs, before them, are held
+against the FSDP2 backend's in float32. With a GPU this runs Transformer Engine's layers, fused
+kernels, activation and optimizer offload; without one, the settings that need none.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from minirl.algos.tiny import save_random_model, save_tokenizer
+from minirl.backend import TokenHead, TokenOutput, Work
+from minirl.backends import check_policy, open_backend
+from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
+from minirl.metrics import Metrics, Sum, value
+from minirl.parallel import Axis
+from minirl.policy_config import (
+    DTensorConfig,
+    GenerationConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+    VllmConfig,
+)
+from minirl.rng import generator, key_of
+from minirl.types import Rows, Scalar
+
+LENGTH, SAMPLES, UPDATES = 96, 4, 2
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+ADAM = MegatronOptimizerConfig(lr=1e-3)
+HALF_ON_CPU = MegatronOptimizerConfig(
+    lr=1e-3,
+    optimizer_cpu_offload=True,
+    optimizer_offload_fraction=0.5,
+    overlap_cpu_optimizer_d2h_h2d=True,
+)
+OFFLOAD: dict[str, Any] = {
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn", "attn_proj"],
+}
+
+
+class Setting(NamedTuple):
+    """One way to run the model."""
+
+    megatron: dict[str, Any]
+    """Of `policy.megatron_cfg`."""
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    packed: bool = False
+
+
+SETTINGS = {
+    "padded rows": Setting({}),
+    "packed rows": Setting({}, packed=True),
+    "full recomputation": Setting({"activation_checkpointing": True}),
+    "log-probs from hidden states": Setting({"use_fused_linear_logprobs": True}),
+    "float32": Setting({}, precision="float32"),
+    "activation offload": Setting(OFFLOAD),
+    "activation offload, packed": Setting(OFFLOAD, packed=True),
+    "optimizer offload": Setting({"optimizer": HALF_ON_CPU}),
+}
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
+"""Of a log-prob against float32; bfloat16 has three digits, and logits here reach 10."""
+
+
+class Outcome(NamedTuple):
+    """What one setting did."""
+
+    name: str
+    refused: str
+    """Why this machine cannot; empty when it ran."""
+    error: float = 0.0
+    """The largest difference of a log-prob from the FSDP2 backend in float32."""
+    loss_fell: bool = False
+    seconds: float = 0.0
+    peak_gib: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether it ran and did what it must."""
+        bound = TOLERANCE[SETTINGS[self.name].precision]
+        return not self.refused and self.loss_fell and self.error < bound
+
+
+def check(axis: Axis) -> Iterator[Outcome]:
+    """One outcome per setting. Collective: for a single process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save_tokenizer(folder)
+        save_random_model(folder, 0, **SIZES)
+        rows = random_rows()
+        exact = log_probs(policy(name, None), rows, axis)
+        for setting in SETTINGS:
+            yield outcome(setting, policy(name, SETTINGS[setting]), rows, exact, axis)
+
+
+def policy(model: str, setting: Setting | None) -> PolicyConfig:
+    """The section `policy` of a setting; of the FSDP2 backend in float32 without one."""
+    megatron = MegatronConfig()
+    if setting is not None:
+        offload = "fine_grained_activation_offloading" in setting.megatron
+        env = {"NVTE_CPU_OFFLOAD_V1": "1"} if offload else {}
+        keys: dict[str, Any] = {"optimizer": ADAM, "env_vars": env, **setting.megatron}
+        megatron = MegatronConfig(enabled=True, **keys)
+    return PolicyConfig(
+        model_name=model,
+        tokenizer=TokenizerConfig(name=model),
+        train_global_batch_size=SAMPLES,
+        train_micro_batch_size=SAMPLES // 2,
+        logprob_batch_size=SAMPLES // 2,
+        max_total_sequence_length=LENGTH,
+        precision="float32" if setting is None else setting.precision,
+        dtensor_cfg=DTensorConfig(enabled=setting is None),
+        optimizer=OptimizerConfig(kwargs={"lr": 1e-3}) if setting is None else None,
+        sequence_packing=SequencePackingConfig(enabled=setting is not None and setting.packed),
+        megatron_cfg=megatron,
+        generation=GenerationConfig(
+            max_new_tokens=8, vllm_cfg=VllmConfig(precision="bfloat16", max_model_len=LENGTH)
+        ),
+    )
+
+
+def random_rows() -> list[Rows]:
+    """Two micro-batches of rows of uneven lengths."""
+    source = generator(key_of(0))
+    tokens = torch.randint(5, 90, (SAMPLES, LENGTH), generator=source)
+    lengths = torch.tensor([LENGTH, LENGTH // 2, LENGTH - 7, 11])
+    half = SAMPLES // 2
+    return [Rows(tokens[part], lengths[part]) for part in (slice(half), slice(half, None))]
+
+
+def real(rows: Rows, values: torch.Tensor) -> torch.Tensor:
+    """The values at positions that predict a token of the row."""
+    return values[torch.arange(1, rows.tokens.shape[1]) < rows.lengths[:, None]]
+
+
+def log_probs(cfg: PolicyConfig, rows: list[Rows], axis: Axis) -> torch.Tensor:
+    """All log-probs of a fresh backend."""
+    backend, state = open_backend(cfg, axis, key_of(0))
+    outputs = backend.logprobs(state, rows, TokenHead(), "policy")
+    return torch.cat([real(r, o.logprobs) for r, o in zip(rows, outputs, strict=True)])
+
+
+def outcome(
+    name: str, cfg: PolicyConfig, rows: list[Rows], exact: torch.Tensor, axis: Axis
+) -> Outcome:
+    """Runs one setting, or says why this machine cannot."""
+    cuda = torch.cuda.is_available()
+    try:
+        check_policy(cfg)
+    except ValueError as error:
+        return Outcome(name, refused=str(error))
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    begin = time.perf_counter()
+    backend, state = open_backend(cfg, axis, key_of(0))
+    outputs = backend.logprobs(state, rows, TokenHead(), "policy")
+    found = torch.cat([real(r, o.logprobs) for r, o in zip(rows, outputs, strict=True)])
+    losses: list[float] = []
+    for _ in range(UPDATES + 1):
+        state, metrics = backend.update_(state, [work(r) for r in rows])
+        losses.append(value(metrics["loss"]))
+    return Outcome(
+        name,
+        refused="",
+        error=float((found - exact).abs().max()),
+        loss_fell=losses[-1] < losses[0],
+        seconds=time.perf_counter() - begin,
+        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
+    )
+
+
+def work(rows: Rows) -> Work:
+    """Next-token prediction on all tokens of a micro-batch."""
+
+    def loss(output: TokenOutput) -> tuple[Scalar, Metrics]:
+        total = -real(rows, output.logprobs.cpu()).sum() / (SAMPLES * LENGTH)
+        return total, {"loss": Sum(total.detach())}
+
+    return Work(rows, TokenHead(), loss)
