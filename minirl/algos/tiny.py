@@ -12,6 +12,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 
@@ -121,7 +122,7 @@ def save_random_model(folder: Path, seed: int, **sizes: int) -> None:
         "head_dim": 32,
         "max_position_embeddings": 128,
     }
-    config = Qwen3Config(
+    config = cast(Any, Qwen3Config)(
         **{**small, **sizes},
         vocab_size=len(SPECIAL) + len(CHARACTERS) + 1,
         tie_word_embeddings=True,
