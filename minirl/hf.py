@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
+MEGATRON = ("run_config.yaml", "iter_0000000", "latest_checkpointed_iteration.txt")
+"""What shows that a folder holds a checkpoint of Megatron's."""
+
 
 def check_model(name: str, key: str = "policy.model_name") -> None:
     """Refuses a model that could not be loaded, without loading it.
@@ -31,6 +34,12 @@ def check_model(name: str, key: str = "policy.model_name") -> None:
 
 def _check_folder(folder: Path, key: str) -> None:
     file = folder / "config.json"
+    if not file.is_file() and any((folder / name).exists() for name in MEGATRON):
+        raise ValueError(
+            f"{key}: {str(folder)!r} is a checkpoint in Megatron's format: only a model in Hugging "
+            "Face format is an input; name the one that it was converted from, or convert a run's "
+            "checkpoint back with bin/convert.py to-hf"
+        )
     if not file.is_file():
         raise ValueError(
             f"{key}: {str(folder)!r} has no config.json: it is no model in Hugging Face format"
@@ -68,27 +77,24 @@ def model_facts(name: str) -> dict[str, Any]:
         return dict(json.loads((folder / "config.json").read_text()))
     from transformers import AutoConfig
 
-    found: Any = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    found = cast(Any, AutoConfig.from_pretrained(name, trust_remote_code=False))
     return dict(found.to_dict())
 
 
 def weight_files(name: str) -> list[list[str | int]]:
     """The model's files of weights by name, with what changes when they do.
 
-    Of a folder: sizes and times of change. Of a model on the hub: the revision that is cached.
+    Of a folder: sizes and times of change. Of a model on the hub: the revision that is loaded,
+    which is that of its config, downloaded last when `check_model` asked for it.
     """
     folder = Path(name)
     if folder.is_dir():
         found = sorted([*folder.glob("*.safetensors"), *folder.glob("*.index.json")])
         return [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in found]
-    from huggingface_hub import HfApi, scan_cache_dir
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub import try_to_load_from_cache
 
-    try:
-        return [[name, str(HfApi().model_info(name).sha)]]
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError):
-        cached = [r for r in scan_cache_dir().repos if r.repo_id == name]
-        return sorted([name, v.commit_hash] for r in cached for v in r.revisions)
+    config = try_to_load_from_cache(name, "config.json")
+    return [[name, Path(config).parent.name if isinstance(config, str) else "not cached"]]
 
 
 def end_token_ids(name: str) -> int | list[int] | None:

@@ -52,6 +52,7 @@ def save(folder: Path, built: Built, values: Mapping[str, Any]) -> None:
 
     Collective: every rank calls this.
     """
+    _start_(built.optimizer)
     write_tensors(folder, _state(built, loading=False))
     if dist.get_rank() == 0:
         state = {**values, "optimizer": _settings(built), "schedule": _schedule(built)}
@@ -100,6 +101,17 @@ def _state(built: Built, *, loading: bool) -> dict[str, Any]:
         dict(state), is_loading=loading, metadata=dict(LAYOUT)
     )
     return state
+
+
+def _start_(optimizer: Any) -> None:
+    """Gives an optimizer that took no step yet the moments that its first step begins with.
+
+    Core makes them in the first step, and cannot save an optimizer without.
+    """
+    chained = isinstance(optimizer, core("optimizer.optimizer").ChainedOptimizer)
+    for part in optimizer.chained_optimizers if chained else [optimizer]:
+        if part.init_state_fn is not None and not part.optimizer.state:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def model_state(chunks: Sequence[Chunk]) -> dict[str, Any]:
