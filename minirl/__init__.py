@@ -84,6 +84,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_ckpt.py  Core's sharded checkpoints
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout
+    backends/hf_files.py       a model's own files of weights, and their names
     backends/hf_generate.py    the oracle engine: slow and easy to check
     backends/vllm.py           vLLM inside every rank
     backends/__init__.py       the choice between them
@@ -96,11 +97,13 @@ Algorithms: the steps and the loop
     algos/grpo.py              GRPO and its family
     algos/loop.py              step, validate, save, log, until done
     algos/launch.py            from a config to a finished run
+    algos/export.py            checkpoints between Hugging Face's format and Megatron's
     algos/tiny.py              a small model made from nothing
     algos/gpu_check.py         the Megatron backend tried on this machine
 
 Commands
     bin/make_tiny.py           makes the tiny model
     bin/grpo.py                one GRPO run
+    bin/convert.py             checkpoints from one format to the other
     bin/check_gpu.py           the Megatron backend tried on this machine
 """
