@@ -13,7 +13,7 @@ from msgspec import Meta
 from minirl.data_config import DataConfig
 from minirl.loader import Count, Positive, Section, refuse
 from minirl.loss_config import AdvEstimatorConfig, LossConfig, refuse_inert
-from minirl.policy_config import PolicyConfig, data_parallel_size, multiples
+from minirl.policy_config import PolicyConfig, data_parallel_size, has_fixed_rows, multiples
 from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
 
 
@@ -138,7 +138,7 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
 
     Every rank samples an equal share of a step's prompts. Every copy of the model trains an equal,
     contiguous share of every global batch, in whole micro-batches; with Megatron, several ranks
-    may hold one copy.
+    may hold one copy. Under packing and dynamic batching shares are equal in work, not in rows.
 
     Raises:
         ValueError: naming the keys, the numbers and what would fit.
@@ -163,6 +163,13 @@ def check_launch(run: GrpoRun, num_ranks: int) -> None:
     copies = data_parallel_size(run.policy, num_ranks)
     names = f"{copies} ranks" if copies == num_ranks else f"{copies} data-parallel ranks"
     micro, batch = run.policy.train_micro_batch_size, run.policy.train_global_batch_size
+    if not has_fixed_rows(run.policy):
+        refuse(
+            batch < copies,
+            f"policy.train_global_batch_size {batch} is less than one sample for each of {names}; "
+            f"use at least {copies}",
+        )
+        return
     refuse(
         batch % (copies * micro) != 0,
         f"policy.train_global_batch_size {batch} is not a multiple of {names} x "
@@ -214,10 +221,10 @@ def _check_dynamic_sampling(cfg: GrpoConfig) -> None:
 
 def _check_sizes(run: GrpoRun) -> None:
     prompts, group = run.grpo.num_prompts_per_step, run.grpo.num_generations_per_prompt
-    for key, size in (
-        ("train_global_batch_size", run.policy.train_global_batch_size),
-        ("logprob_batch_size", run.policy.logprob_batch_size),
-    ):
+    sizes = {"train_global_batch_size": run.policy.train_global_batch_size}
+    if has_fixed_rows(run.policy):
+        sizes["logprob_batch_size"] = run.policy.logprob_batch_size
+    for key, size in sizes.items():
         refuse(
             prompts * group % size != 0,
             f"policy.{key} {size} does not divide the samples of a step, grpo.num_prompts_per_step "

@@ -3,7 +3,9 @@
 Exactly one backend is enabled. Key names and defaults are NeMo-RL's.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from math import lcm
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, field
 
@@ -29,10 +31,47 @@ class DTensorConfig(Section, frozen=True):
     enabled: bool = True
 
 
+PackingAlgorithm: TypeAlias = Literal[
+    "concatenative",
+    "first_fit_shuffle",
+    "first_fit_decreasing",
+    "modified_first_fit_decreasing",
+    "best_fit_decreasing",
+]
+
+
 class SequencePackingConfig(Section, frozen=True):
-    """`policy.sequence_packing`: the rows of a micro-batch as one sequence, without padding."""
+    """`policy.sequence_packing`: the rows of a micro-batch as one sequence, without padding.
+
+    Nothing else in it counts while `enabled` is false: recipes inherit.
+    """
+
+    moved: ClassVar[Mapping[str, str]] = {
+        "sequence_length_round": "no key: a packed sample is filled up only as far as "
+        "the backend's parallel sizes need; remove it",
+        "microbatch_order": "no key: micro-batches with the longest samples run first; remove it",
+    }
 
     enabled: bool = False
+    train_mb_tokens: Count | None = None
+    """Of one micro-batch; null: max_total_sequence_length x train_micro_batch_size."""
+    logprob_mb_tokens: Count | None = None
+    """The same without a gradient; null: max_total_sequence_length x logprob_batch_size."""
+    algorithm: PackingAlgorithm = "best_fit_decreasing"
+
+
+class DynamicBatchingConfig(Section, frozen=True):
+    """`policy.dynamic_batching`: as many rows of similar length as there is room for, padded.
+
+    Nothing else in it counts while `enabled` is false: recipes inherit.
+    """
+
+    enabled: bool = False
+    train_mb_tokens: Count | None = None
+    """Of one micro-batch with its padding; null: as in `sequence_packing`, as is the next."""
+    logprob_mb_tokens: Count | None = None
+    sequence_length_round: Count = 64
+    """Rows are padded to a multiple of this, so that few shapes occur."""
 
 
 class OptimizerConfig(Section, frozen=True):
@@ -112,6 +151,9 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     megatron_cfg: MegatronConfig = MegatronConfig()
     """Exactly one of the two backends is enabled."""
     sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    """At most one of the two is enabled. Micro-batches then hold as many rows as there is room for,
+    on any rank any number, and the two sizes in rows serve as defaults only."""
     optimizer: OptimizerConfig | None = None
     """Of the dtensor backend, as is `scheduler`; megatron_cfg has its own two."""
     scheduler: list[ScheduleConfig] | None = None
@@ -122,9 +164,10 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Rules among batch sizes, lengths, schedules and backends."""
         _check_backend(self)
+        _check_batching(self)
         micro, batch = self.train_micro_batch_size, self.train_global_batch_size
         refuse(
-            batch % micro != 0,
+            has_fixed_rows(self) and batch % micro != 0,
             f"train_micro_batch_size {micro} does not divide train_global_batch_size {batch}; "
             f"{multiples(batch, micro)} for the latter, or a divisor of {batch} for the former",
         )
@@ -154,10 +197,50 @@ def data_parallel_size(policy: PolicyConfig, num_ranks: int) -> int:
     return num_ranks
 
 
+def has_fixed_rows(policy: PolicyConfig) -> bool:
+    """Whether every micro-batch has the same number of rows."""
+    return not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled)
+
+
+def length_unit(policy: PolicyConfig) -> int:
+    """What the backend fills the length of a sequence up to a multiple of."""
+    return megatron_config.length_unit(policy.megatron_cfg) if policy.megatron_cfg.enabled else 1
+
+
 def multiples(number: int, unit: int) -> str:
     """The remedy for a number that is no multiple of `unit`."""
     below = number // unit * unit
     return f"use {below} or {below + unit}" if below else f"use {unit}"
+
+
+def _check_batching(policy: PolicyConfig) -> None:
+    packing, dynamic = policy.sequence_packing, policy.dynamic_batching
+    refuse(
+        packing.enabled and dynamic.enabled,
+        "policy.sequence_packing.enabled and policy.dynamic_batching.enabled are both true, and "
+        "rows are either packed or padded; set one to false",
+    )
+    chunks = policy.megatron_cfg.virtual_pipeline_model_parallel_size
+    refuse(
+        dynamic.enabled and policy.megatron_cfg.enabled and chunks is not None,
+        "policy.dynamic_batching.enabled is true, but with policy.megatron_cfg."
+        f"virtual_pipeline_model_parallel_size (is {chunks}) all micro-batches have one shape; use "
+        "policy.sequence_packing, or set one of the two to its default",
+    )
+    rounding = lcm(length_unit(policy), dynamic.sequence_length_round if dynamic.enabled else 1)
+    longest = -(-policy.max_total_sequence_length // rounding) * rounding
+    filled = "" if rounding == 1 else f" (filled up to a multiple of {rounding}: {longest})"
+    for section, cfg in (("sequence_packing", packing), ("dynamic_batching", dynamic)):
+        for key, tokens in (
+            ("train_mb_tokens", cfg.train_mb_tokens),
+            ("logprob_mb_tokens", cfg.logprob_mb_tokens),
+        ):
+            refuse(
+                cfg.enabled and tokens is not None and tokens < longest,
+                f"policy.{section}.{key} {tokens} has no room for one sample of "
+                f"max_total_sequence_length {policy.max_total_sequence_length}{filled}; use at "
+                f"least {longest}, or lower the latter",
+            )
 
 
 def _check_scheduler(entries: list[ScheduleConfig]) -> None:

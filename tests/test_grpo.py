@@ -77,7 +77,8 @@ def two_steps(axis: Axis, config: Path, *overrides: str) -> Seen:
         for _ in range(2):
             state, samples, _ = grpo.collect(state, parts, run.grpo, {})
             tokens += [s.trajectory.tokens for s in samples]
-            state, metrics = grpo.learn(state, samples, parts, run, {})
+            plan = grpo.plan_of(state, samples, parts, run)
+            state, metrics = grpo.learn(state, samples, plan, parts, run, {})
             parts.engine.load_(parts.backend.export(state), state.updates)
             lines.append(values(merge(metrics, grpo.sample_metrics(samples))))
         held_out = inputs.data.validation.prompts

@@ -58,7 +58,8 @@ def prepared(run: GrpoRun) -> object:
         Sample(trajectory(2 + i, truncated=i == 1, group=i // 2, logprob=p), Score(r), r)
         for i, (r, p) in enumerate([(1.0, -1.0), (0.0, -1.0), (0.25, -3.0), (0.5, -1.0)])
     ]
-    batch, _ = grpo.prepare(fresh(), samples, range(4), parts(), run)
+    state, on = fresh(), parts()
+    batch, _ = grpo.prepare(state, samples, grpo.plan_of(state, samples, on, run), on, run)
     return batch.advantages.tolist(), batch.sample_mask.tolist()
 
 

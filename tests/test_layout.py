@@ -1,45 +1,188 @@
-"""Which rank trains which rows: every row once, the same updates on any number of ranks."""
+"""Which rows form the micro-batches of which rank: every row once, the same updates anywhere."""
+
+import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import policy_config
 
-from minirl.algos.layout import cut, rows_of_rank, slices
+from minirl.algos.layout import Plan, by_length, plan_step, put_back, slices, take
+from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
+from minirl.packing import Cost, round_up
 from minirl.parallel import SOLO, Axis
+from minirl.policy_config import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
+from minirl.rng import key_of
 from minirl.types import Batch, Rows
 
+LONGEST, COST, KEY = 24, Cost(1.0, 0.1), key_of(5)
 
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
-def test_every_update_takes_its_own_slice_on_any_number_of_ranks(
-    updates: int, ranks: int, per_rank: int, other_ranks: int
+
+def policy(kind: str, batch: int, *, micro: int = 2, **fields: Any) -> PolicyConfig:
+    """A policy whose micro-batches are cut in one of three ways, `fields` being of that section."""
+    changes: dict[str, Any] = {
+        "max_total_sequence_length": LONGEST,
+        "train_global_batch_size": batch,
+        "train_micro_batch_size": micro,
+        "logprob_batch_size": micro,
+    }
+    if kind == "packing":
+        changes |= {
+            "optimizer": None,
+            "dtensor_cfg": DTensorConfig(enabled=False),
+            "megatron_cfg": MegatronConfig(
+                enabled=True,
+                context_parallel_size=2,
+                optimizer=MegatronOptimizerConfig(lr=1e-3),
+            ),
+            "sequence_packing": SequencePackingConfig(enabled=True, **fields),
+        }
+    if kind == "dynamic":
+        fields = {"sequence_length_round": 3, **fields}
+        changes["dynamic_batching"] = DynamicBatchingConfig(enabled=True, **fields)
+    return policy_config("a/model", **changes)
+
+
+def plans(lengths: list[int], cfg: PolicyConfig, ranks: int) -> list[Plan]:
+    return [plan_step(lengths, cfg, Axis(r, ranks, None), COST, KEY) for r in range(ranks)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    lengths: list[int]
+    batch: int
+    ranks: int
+    micro: int
+    updates: int
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Sizes that any of the three ways accepts, and lengths."""
+    updates, ranks, micro, each = (draw(st.integers(1, n)) for n in (3, 3, 3, 3))
+    batch = ranks * micro * each
+    num = updates * batch
+    lengths = draw(st.lists(st.integers(1, LONGEST), min_size=num, max_size=num))
+    return Case(lengths, batch, ranks, micro, updates)
+
+
+KINDS = ("fixed", "packing", "dynamic")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=cases())
+def test_every_update_takes_its_own_rows_once_on_any_number_of_ranks(kind: str, case: Case):
+    found = plans(case.lengths, policy(kind, case.batch, micro=case.micro), case.ranks)
+    for u in range(case.updates):
+        rows = [p.rows[i] for p in found for part in p.updates[u] for i in part]
+        assert sorted(rows) == list(range(u * case.batch, (u + 1) * case.batch))
+    for p in found:
+        assert sorted(i for update in p.updates for part in update for i in part) == list(
+            range(len(p.rows))
+        )
+        assert sorted(i for part in p.logprobs for i in part) == list(range(len(p.rows)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(case=cases())
+def test_all_ranks_have_equally_many_micro_batches(kind: str, case: Case):
+    found = plans(case.lengths, policy(kind, case.batch, micro=case.micro), case.ranks)
+    assert len({len(p.logprobs) for p in found}) == 1
+    for u in range(case.updates):
+        assert len({len(p.updates[u]) for p in found}) == 1
+        # None of which is empty on every rank.
+        assert all(any(parts) for parts in zip(*(p.updates[u] for p in found), strict=True))
+
+
+@pytest.mark.parametrize("stage", ["train", "logprob"])
+@pytest.mark.parametrize("kind", ["packing", "dynamic"])
+@given(case=cases(), more=st.integers(0, 60) | st.none())
+def test_no_micro_batch_holds_more_tokens_than_allowed(
+    kind: str, stage: str, case: Case, more: int | None
 ):
-    batch = ranks * other_ranks * per_rank
-    num_rows = updates * batch
+    # 24 is a multiple of 4 (context parallelism) and of 3 (rounding) already.
+    given = {} if more is None else {f"{stage}_mb_tokens": LONGEST + more}
+    allowed = LONGEST * case.micro if more is None else LONGEST + more
+    cfg = policy(kind, case.batch, micro=case.micro, **given)
+    multiple = 4 if kind == "packing" else 3
+    for p in plans(case.lengths, cfg, case.ranks):
+        for part in [x for u in p.updates for x in u] if stage == "train" else p.logprobs:
+            filled = [round_up(case.lengths[p.rows[i]], multiple) for i in part]
+            read = sum(filled) if kind == "packing" else len(part) * max(filled, default=0)
+            assert read <= allowed
 
-    def rows_of_update(size: int, update: int) -> set[int]:
-        each = batch // size
-        parts = [rows_of_rank(num_rows, batch, Axis(r, size, None)) for r in range(size)]
-        return {row for p in parts for row in p[update * each : (update + 1) * each]}
 
-    for update in range(updates):
-        expected = set(range(update * batch, (update + 1) * batch))
-        assert rows_of_update(ranks, update) == rows_of_update(other_ranks, update) == expected
+@given(case=cases())
+def test_fixed_micro_batches_have_their_size_and_ranks_contiguous_rows(case: Case):
+    each, cfg = case.batch // case.ranks, policy("fixed", case.batch, micro=case.micro)
+    for r, p in enumerate(plans(case.lengths, cfg, case.ranks)):
+        starts = range(r * each, len(case.lengths), case.batch)
+        assert p.rows == [row for start in starts for row in range(start, start + each)]
+        parts = [*p.logprobs, *(part for update in p.updates for part in update)]
+        assert {len(part) for part in parts} == {case.micro}
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4))
-def test_every_row_is_trained_once_and_ranks_have_equal_shares(updates: int, ranks: int, each: int):
-    batch = ranks * each
-    shares = [rows_of_rank(updates * batch, batch, Axis(r, ranks, None)) for r in range(ranks)]
-    assert {len(share) for share in shares} == {updates * each}
-    assert sorted(row for share in shares for row in share) == list(range(updates * batch))
+@pytest.mark.parametrize("kind", ["packing", "dynamic"])
+@given(case=cases())
+def test_ranks_share_each_update_by_work(kind: str, case: Case):
+    found = plans(case.lengths, policy(kind, case.batch), case.ranks)
+    works = [COST.of(n) for n in case.lengths]
+    total = 0.0
+    for u in range(case.updates):
+        loads = [sum(works[p.rows[i]] for x in p.updates[u] for i in x) for p in found]
+        assert max(loads) - min(loads) <= max(works[u * case.batch : (u + 1) * case.batch]) + 1e-9
+        total += max(loads)
+    expected = total * case.ranks / sum(works)
+    assert found[0].efficiency["rank_imbalance"] == pytest.approx(expected)
+
+
+@given(case=cases())
+def test_non_padding_is_real_tokens_over_those_read(case: Case):
+    real = sum(case.lengths)
+
+    def share(kind: str) -> float:
+        cfg = policy(kind, case.batch, micro=case.micro)
+        return plans(case.lengths, cfg, case.ranks)[0].efficiency["training_non_padding"]
+
+    rows = [case.lengths[at : at + case.micro] for at in range(0, len(case.lengths), case.micro)]
+    assert share("fixed") == pytest.approx(real / sum(len(x) * max(x) for x in rows))
+    assert share("packing") == pytest.approx(real / sum(round_up(n, 4) for n in case.lengths))
+
+
+@given(lengths=st.lists(st.integers(1, 9), max_size=9), tokens=st.integers(9, 40))
+def test_no_other_cut_into_padded_rows_needs_fewer_parts(lengths: list[int], tokens: int):
+    falling = sorted(lengths, reverse=True)
+    fewest = [0]  # of the first n rows, by every cut
+    for n in range(1, len(falling) + 1):
+        fewest.append(1 + min(fewest[at] for at in range(n) if (n - at) * falling[at] <= tokens))
+    assert len(by_length(range(len(lengths)), lengths, tokens, 1)) == fewest[-1]
+
+
+def test_a_row_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="sample 1 has 9 tokens, and a micro-batch has at most 8"):
+        by_length([0, 1], [3, 9], 8, 1)
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="6 rows"):
-        rows_of_rank(6, 4, SOLO)
+    with pytest.raises(ValueError, match="6 samples"):
+        plan_step([1] * 6, policy("fixed", 4), SOLO, COST, KEY)
     with pytest.raises(ValueError, match="3 ranks"):
-        rows_of_rank(8, 4, Axis(0, 3, None))
+        plan_step([1] * 8, policy("fixed", 4), Axis(0, 3, None), COST, KEY)
+    assert len(plan_step([1] * 8, policy("packing", 4), Axis(0, 3, None), COST, KEY).rows) == 4
+
+
+def test_a_shuffled_plan_depends_on_its_key():
+    cfg = policy("packing", 8, algorithm="first_fit_shuffle")
+    lengths = [n % LONGEST + 1 for n in range(3, 83, 5)]
+    one, again, other = (plan_step(lengths, cfg, SOLO, COST, key) for key in (KEY, KEY, key_of(6)))
+    assert one == again != other
 
 
 @given(st.integers(0, 20), st.integers(1, 7))
@@ -52,16 +195,14 @@ def test_slices_are_consecutive_full_but_for_the_last_and_cover_all(num_rows: in
     assert all(0 < n <= size for n in lengths[-1:])
 
 
-@pytest.mark.parametrize("with_reference", [False, True])
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=8), size=st.integers(1, 4))
-def test_cutting_keeps_every_real_token_and_no_useless_column(
-    with_reference: bool, lengths: list[int], size: int
-):
-    num, width = len(lengths), max(lengths)
-    tokens = torch.arange(num * width).view(num, width)
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+def batch_of(lengths: list[int], *, with_reference: bool) -> Batch:
+    num, width = len(lengths), max(2, *lengths)
     numbers = torch.arange(num * (width - 1), dtype=torch.float64).view(num, width - 1)
-    batch = Batch(
-        rows=Rows(tokens, torch.tensor(lengths)),
+    return Batch(
+        rows=Rows(torch.arange(num * width).view(num, width), torch.tensor(lengths)),
         token_mask=numbers % 2 == 0,
         sample_mask=torch.arange(num) % 3 == 0,
         generation_logprobs=numbers + 1000,
@@ -70,14 +211,51 @@ def test_cutting_keeps_every_real_token_and_no_useless_column(
         advantages=numbers + 4000,
         rewards=torch.arange(float(num)),
     )
-    for part in slices(num, size):
-        micro, longest = cut(batch, part), max(lengths[part])
-        assert micro.rows.tokens.tolist() == tokens[part, :longest].tolist()
-        assert micro.rows.lengths.tolist() == lengths[part]
-        for name, whole in batch._asdict().items():
-            found = getattr(micro, name)
-            if name == "rows" or whole is None:
-                continue
-            expected = whole[part, : longest - 1] if whole.ndim == 2 else whole[part]
-            assert found.tolist() == expected.tolist(), name
-        assert (micro.reference_logprobs is None) != with_reference
+
+
+rows_of_some = st.lists(st.integers(1, 6), min_size=2, max_size=8)
+
+
+@pytest.mark.parametrize("with_reference", [False, True])
+@given(lengths=rows_of_some, width=st.integers(1, 4), data=st.data())
+def test_taking_keeps_every_real_token_and_no_useless_column(
+    with_reference: bool, lengths: list[int], width: int, data: st.DataObject
+):
+    batch = batch_of(lengths, with_reference=with_reference)
+    part = data.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, unique=True))
+    micro, longest = take(batch, part, width), max(lengths[i] for i in part)
+    assert micro.rows.lengths.tolist() == [lengths[i] for i in part]
+    columns = micro.rows.tokens.shape[1]
+    assert columns == round_up(max(2, longest), width)
+    assert (micro.reference_logprobs is None) != with_reference
+    for name, whole in {**batch._asdict(), "rows": batch.rows.tokens}.items():
+        found = micro.rows.tokens if name == "rows" else getattr(micro, name)
+        if whole is None:
+            continue
+        if whole.ndim == 2:
+            real = min(found.shape[1], whole.shape[1])
+            assert found.shape[1] == (columns if name == "rows" else columns - 1)
+            assert found[:, :real].tolist() == whole[part, :real].tolist(), name
+            assert not found[:, real:].any()
+        else:
+            assert found.tolist() == whole[part].tolist(), name
+
+
+@given(lengths=rows_of_some, width=st.integers(1, 4))
+def test_taking_nothing_is_one_short_row_that_is_left_out(lengths: list[int], width: int):
+    micro = take(batch_of(lengths, with_reference=True), [], width)
+    assert micro.sample_mask.tolist() == [False]
+    assert micro.rows.lengths.tolist() == [1]
+    assert micro.rows.tokens.shape == (1, round_up(2, width))
+
+
+@given(lengths=rows_of_some, width=st.integers(1, 4), data=st.data())
+def test_what_was_taken_apart_is_put_back(lengths: list[int], width: int, data: st.DataObject):
+    batch = batch_of(lengths, with_reference=False)
+    order = data.draw(st.permutations(range(len(lengths))))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(order)), max_size=4)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    found = [take(batch, part, width).prev_logprobs for part in parts]
+    whole = put_back(parts, found, batch.prev_logprobs.shape)
+    real = torch.arange(1, whole.shape[1] + 1) < batch.rows.lengths[:, None]
+    assert whole[real].tolist() == batch.prev_logprobs[real].tolist()

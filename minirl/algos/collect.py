@@ -18,6 +18,7 @@ from minirl.data import Dataset, draw
 from minirl.engine import Engine, Sampling
 from minirl.log import timed
 from minirl.metrics import Max, Metrics, Sum, mean_over, scalar
+from minirl.packing import TOKENS_ONLY, Cost
 from minirl.parallel import gather, share_of
 from minirl.rollout import rollout
 from minirl.shaping import (
@@ -44,6 +45,8 @@ class Parts(Generic[M]):
     dataset: Dataset
     score: ScoreFn
     sampling: Sampling
+    cost: Cost = TOKENS_ONLY
+    """The work that a sample is for the model."""
 
 
 def prompts_per_draw(cfg: GrpoConfig) -> int:

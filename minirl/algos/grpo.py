@@ -16,11 +16,10 @@ from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from minirl.advantages import Scores, TokenInputs, advantages, clip_advantages
 from minirl.algos.collect import Parts, collect
-from minirl.algos.layout import cut, cut_rows, rows_of_rank, slices
+from minirl.algos.layout import Plan, plan_step, put_back, take, take_rows
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights
 from minirl.config import GrpoRun
 from minirl.log import timed
@@ -29,6 +28,7 @@ from minirl.losses import PolicyLossInputs, policy_loss
 from minirl.metrics import Max, Mean, Metrics, Sum, mean_over, merge, scalar, values
 from minirl.mismatch import keep_matching_sequences
 from minirl.parallel import reduce_metrics, sum_tensor
+from minirl.rng import fold_in
 from minirl.rollout import Collated, collate
 from minirl.shaping import by_group, informative
 from minirl.types import Batch, Rows, Sample, SampleMask, Scalar, TokenLogProbs
@@ -48,29 +48,39 @@ def step(
     with timed(seconds, "total"):
         state, samples, drawn = collect(state, on, cfg.grpo, seconds)
         on.engine.sleep_()
-        state, metrics = learn(state, samples, on, cfg, seconds)
+        plan = plan_of(state, samples, on, cfg)
+        state, metrics = learn(state, samples, plan, on, cfg, seconds)
         with timed(seconds, "refit"):
             on.engine.wake_()
             on.engine.load_(on.backend.export(state), state.updates)
     seen = values(merge(metrics, drawn, sample_metrics(samples)), "train/")
-    return state, seen | speed(seconds, samples, seen["train/sampled_tokens"])
+    perf = {f"perf/{name}": x for name, x in plan.efficiency.items()}
+    perf |= speed(seconds, samples, seen["train/sampled_tokens"], on.backend.axis.size)
+    return state, seen | perf
+
+
+def plan_of(state: TrainState[M], samples: Sequence[Sample], on: Parts[M], cfg: GrpoRun) -> Plan:
+    """Which rows this rank trains, in which micro-batches. Every rank has the same samples."""
+    lengths = [len(s.trajectory.tokens) for s in samples]
+    key = fold_in(state.key, "packing", state.step)
+    return plan_step(lengths, cfg.policy, on.backend.data_axis, on.cost, key)
 
 
 def learn(
     state: TrainState[M],
     samples: Sequence[Sample],
+    plan: Plan,
     on: Parts[M],
     cfg: GrpoRun,
     seconds: dict[str, float],
 ) -> tuple[TrainState[M], Metrics]:
     """All updates on the samples of one step; the learning-rate schedule advances once.
 
-    Consumes: `state`. Collective: every rank calls it with the same samples.
+    Consumes: `state`. Collective: every rank calls it with the same samples and its own plan.
     """
-    axis, head = on.backend.data_axis, TokenHead(on.sampling.temperature)
-    mine = rows_of_rank(len(samples), cfg.policy.train_global_batch_size, axis)
+    head = TokenHead(on.sampling.temperature)
     with timed(seconds, "logprobs"):
-        batch, entropy = prepare(state, samples, mine, on, cfg)
+        batch, entropy = prepare(state, samples, plan, on, cfg)
 
     def loss(output: TokenOutput, batch: Batch, counts: Counts) -> tuple[Scalar, Metrics]:
         inputs = PolicyLossInputs(
@@ -87,10 +97,9 @@ def learn(
 
     metrics: list[Metrics] = [entropy]
     with timed(seconds, "training"):
-        micro = [cut(batch, part) for part in slices(len(mine), cfg.policy.train_micro_batch_size)]
-        num_updates = len(samples) // cfg.policy.train_global_batch_size
-        for part in slices(len(micro), len(micro) // num_updates):
-            state, seen = update_(on.backend, state, micro[part], loss, head)
+        for parts in plan.updates:
+            micro = [take(batch, part, plan.width) for part in parts]
+            state, seen = update_(on.backend, state, micro, loss, head)
             metrics.append(per_update(seen))
     return on.backend.end_step_(state), merge(*metrics)
 
@@ -98,29 +107,29 @@ def learn(
 def prepare(
     state: TrainState[M],
     samples: Sequence[Sample],
-    mine: Sequence[int],
+    plan: Plan,
     on: Parts[M],
     cfg: GrpoRun,
 ) -> tuple[Batch, Metrics]:
     """Everything the updates need of this rank's rows, as one batch; and what was seen on the way.
 
-    Collective: every rank calls it with the same samples and its own rows.
+    Collective: every rank calls it with the same samples and its own plan.
     """
-    axis, size = on.backend.data_axis, cfg.policy.logprob_batch_size
-    local = collate([samples[row].trajectory for row in mine])
+    axis, mine = on.backend.data_axis, [samples[row] for row in plan.rows]
+    local = collate([s.trajectory for s in mine])
     head = TokenHead(on.sampling.temperature, entropy=True)
-    prev, entropy = row_values(state, local.rows, on.backend, head, "policy", size)
+    prev, entropy = row_values(state, local.rows, plan, on.backend, head, "policy")
     reference = None
     if needs_reference(cfg.loss_fn):
         head = head._replace(entropy=False)
-        reference, _ = row_values(state, local.rows, on.backend, head, "reference", size)
-    sample_mask, seen = trained_samples([samples[row] for row in mine], local, prev, cfg)
+        reference, _ = row_values(state, local.rows, plan, on.backend, head, "reference")
+    sample_mask, seen = trained_samples(mine, local, prev, cfg)
     found = advantages(
         cfg.grpo.adv_estimator,
         cfg.loss_fn,
         scores_of(samples),
         TokenInputs(local.token_mask, sample_mask, prev, reference),
-        rows=mine,
+        rows=plan.rows,
         sum_over=partial(sum_tensor, axis=axis),
     )
     batch = Batch(
@@ -133,7 +142,7 @@ def prepare(
         advantages=clip_advantages(
             found, cfg.grpo.advantage_clip_low, cfg.grpo.advantage_clip_high
         ),
-        rewards=torch.tensor([samples[row].reward for row in mine]),
+        rewards=torch.tensor([s.reward for s in mine]),
     )
     seen |= {"entropy": mean_over(entropy[local.token_mask])}
     return batch, reduce_metrics(seen, axis)
@@ -166,26 +175,23 @@ def scores_of(samples: Sequence[Sample]) -> Scores:
 def row_values(
     state: TrainState[M],
     rows: Rows,
+    plan: Plan,
     backend: Backend[M],
     head: TokenHead,
     weights: Weights,
-    batch_size: int,
 ) -> tuple[TokenLogProbs, TokenLogProbs]:
-    """Log-probs and entropies (zeros if not asked for) of all rows, `batch_size` rows at a time.
+    """Log-probs and entropies (zeros if not asked for) of all rows, in their own order.
 
-    Collective: every rank calls it with equally many rows.
+    Collective: every rank calls it with its own plan.
     """
-    parts = [cut_rows(rows, part) for part in slices(len(rows.lengths), batch_size)]
+    parts = [take_rows(rows, part, plan.width) for part in plan.logprobs]
     outputs = backend.logprobs(state, parts, head, weights)
-
-    def whole(pieces: Sequence[Tensor]) -> Tensor:
-        positions = rows.tokens.shape[1] - 1
-        pads = [torch.nn.functional.pad(p, (0, positions - p.shape[1])) for p in pieces]
-        return torch.cat(pads)
-
-    logprobs = whole([o.logprobs for o in outputs])
+    shape = (len(rows.lengths), rows.tokens.shape[1] - 1)
+    logprobs = put_back(plan.logprobs, [o.logprobs for o in outputs], shape)
     entropies = [o.entropy for o in outputs if o.entropy is not None]
-    return logprobs, whole(entropies) if entropies else torch.zeros_like(logprobs)
+    if not entropies:
+        return logprobs, torch.zeros_like(logprobs)
+    return logprobs, put_back(plan.logprobs, entropies, shape)
 
 
 def needs_reference(cfg: LossConfig) -> bool:
@@ -226,18 +232,25 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def speed(
-    seconds: dict[str, float], samples: Sequence[Sample], sampled_tokens: float
+    seconds: dict[str, float], samples: Sequence[Sample], sampled_tokens: float, num_ranks: int
 ) -> dict[str, float]:
-    """Times of the stages on this rank, and tokens per second over all ranks."""
+    """Times of the stages on this rank; tokens and samples per second, of all ranks and of each.
+
+    Tokens are those of prompts and responses, whatever was padded; `generation` counts only what
+    was sampled, that of dropped groups included.
+    """
     tokens = float(sum(len(s.trajectory.tokens) for s in samples))
     done = {
-        "": ("total", tokens),
-        "generation_": ("generation", sampled_tokens),
-        "logprobs_": ("logprobs", tokens),
-        "training_": ("training", tokens),
+        "tokens": ("total", tokens),
+        "samples": ("total", float(len(samples))),
+        "generation_tokens": ("generation", sampled_tokens),
+        "logprobs_tokens": ("logprobs", tokens),
+        "training_tokens": ("training", tokens),
     }
-    return {f"time/{name}_s": t for name, t in seconds.items()} | {
-        f"perf/{name}tokens_per_s": num / seconds[stage]
+    rates = {
+        f"perf/{name}_per_s": num / seconds[stage]
         for name, (stage, num) in done.items()
         if seconds[stage] > 0
     }
+    each = {f"{name}_per_rank": rate / num_ranks for name, rate in rates.items()}
+    return {f"time/{name}_s": t for name, t in seconds.items()} | rates | each

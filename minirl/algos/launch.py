@@ -23,7 +23,7 @@ from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
 from minirl.data import Datasets, draw, load_datasets
 from minirl.engine import Sampling
-from minirl.hf import check_model, end_token_ids
+from minirl.hf import check_model, end_token_ids, model_facts
 from minirl.loader import dump
 from minirl.log import (
     Log,
@@ -36,6 +36,7 @@ from minirl.log import (
     timed,
     user_errors,
 )
+from minirl.packing import cost_of
 from minirl.parallel import Axis, launched_size, world
 from minirl.rewards import Answer, RewardFn, open_rewards
 from minirl.rng import fold_in, key_of
@@ -154,7 +155,8 @@ def open_parts(
     engine = open_engine(run.policy)
     try:
         engine.load_(backend.export(state), state.updates)
-        yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling)
+        cost = cost_of(model_facts(run.policy.model_name))
+        yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling, cost)
     finally:
         engine.close()
 
