@@ -29,6 +29,7 @@ Values: records and settings
     loss_config.py             settings of the loss and of the advantages
     reward_config.py           settings of the reward path
     data_config.py             settings of the datasets
+    dtensor_config.py          settings of the FSDP2 backend
     megatron_config.py         settings of the Megatron backend
     megatron_optim_rules.py    what contradicts itself in its optimizer and schedule
     megatron_rules.py          what contradicts itself in the rest
@@ -39,7 +40,6 @@ Values: records and settings
 
 Arithmetic: pure functions of tensors, on one process
     reduce.py                  masked sums and means; where NaN and overflow stop
-    logprobs.py                log-probs and entropy from logits
     kl.py                      estimators of the KL divergence
     groups.py                  statistics of the samples of one prompt
     mismatch.py                the engine against the trainer: importance weights
@@ -72,13 +72,16 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/norms.py          the gradient norm of sharded parameters
     backends/optim.py          optimizers and schedules by import path
     backends/shards.py         a sharded training state on disk
-    backends/dtensor.py        any Hugging Face causal LM under FSDP2
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
+    backends/row_layout.py     padded or packed rows, cut for context parallelism
+    backends/attention.py      attention within packed or cut sequences
+    backends/plans.py          how layers are cut for tensor parallelism, by family
+    backends/dtensor_setup.py  mesh of ranks, model, sharding
+    backends/dtensor.py        any Hugging Face causal LM under FSDP2
     backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine
     backends/megatron_cpu.py   Megatron-Core without CUDA: patches and stand-ins, quarantined
     backends/megatron_overrides.py  model_overrides into Megatron Bridge's provider
     backends/megatron_setup.py groups, provider, chunks, optimizer, schedule
-    backends/megatron_rows.py  padded or packed rows, cut for context parallelism
     backends/megatron_forward.py  Core's schedules: log-probs and gradients
     backends/megatron_moe.py   how evenly routers deal tokens to experts
     backends/megatron_ckpt.py  Core's sharded checkpoints

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import Meta, field
 
-from minirl import megatron_config
+from minirl import dtensor_config, megatron_config
+from minirl.dtensor_config import DTensorConfig
 from minirl.loader import Count, NonNegative, Positive, Section, default, refuse
 from minirl.megatron_config import MegatronConfig, Precision
 from minirl.megatron_rules import check_rules
@@ -23,12 +24,6 @@ class TokenizerConfig(Section, frozen=True):
     name: Annotated[str, default("${policy.model_name}")]
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template, e.g. `{enable_thinking: false}`."""
-
-
-class DTensorConfig(Section, frozen=True):
-    """`policy.dtensor_cfg`: the FSDP2 backend."""
-
-    enabled: bool = True
 
 
 PackingAlgorithm: TypeAlias = Literal[
@@ -194,7 +189,7 @@ def data_parallel_size(policy: PolicyConfig, num_ranks: int) -> int:
     """
     if policy.megatron_cfg.enabled:
         return megatron_config.data_parallel_size(policy.megatron_cfg, num_ranks)
-    return num_ranks
+    return dtensor_config.data_parallel_size(policy.dtensor_cfg, num_ranks)
 
 
 def has_fixed_rows(policy: PolicyConfig) -> bool:
@@ -266,11 +261,6 @@ def _check_backend(policy: PolicyConfig) -> None:
         dtensor and policy.optimizer is None,
         "policy.optimizer is null, and policy.dtensor_cfg needs one; set it, for example "
         "{kwargs: {lr: 5e-6}}",
-    )
-    refuse(
-        dtensor and policy.sequence_packing.enabled,
-        "policy.sequence_packing.enabled is true, and packing needs policy.megatron_cfg.enabled; "
-        "set it to false",
     )
     for key, given in (("optimizer", policy.optimizer), ("scheduler", policy.scheduler)):
         refuse(

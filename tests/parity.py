@@ -5,7 +5,7 @@ uneven lengths that are shared out among the data-parallel ranks in uneven micro
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ class Layout:
     ranks: int
     megatron: dict[str, Any] | None = None
     """Keys of `policy.megatron_cfg`; None: the FSDP2 backend."""
+    dtensor: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Keys of `policy.dtensor_cfg`, of the FSDP2 backend."""
     family: str = "qwen3"
     sharded_optimizer: bool = True
 
@@ -54,9 +56,26 @@ OVERLAP = {
     )
 }
 
+TP2, CP2 = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
+
 LAYOUTS = [
-    Layout("DTensor FSDP2", 2),
-    Layout("Megatron, 1 rank", 1, {}),
+    Layout("FSDP2", 2),
+    Layout("FSDP2, MoE", 2, family="qwen3_moe"),
+    Layout("FSDP2, activation checkpointing", 2, dtensor={"activation_checkpointing": True}),
+    Layout("FSDP2, cpu_offload, 1 rank", 1, dtensor={"cpu_offload": True}),
+    Layout("FSDP2 TP2", 2, dtensor=TP2),
+    Layout("FSDP2 TP2 + SP", 2, dtensor={**TP2, "sequence_parallel": True}),
+    Layout("FSDP2 TP2 + SP, untied", 2, dtensor={**TP2, "sequence_parallel": True}, family="llama"),
+    Layout("FSDP2 CP2", 2, dtensor=CP2),
+    Layout("FSDP2 HSDP 2x2", 4, dtensor={"dp_replicate_size": 2}),
+    Layout("FSDP2 TP2 x DP2", 4, dtensor=TP2),
+    Layout("FSDP2 TP2 + SP x CP2", 4, dtensor={**TP2, **CP2, "sequence_parallel": True}),
+    Layout(
+        "FSDP2 CP2 x DP2, activation checkpointing",
+        4,
+        dtensor={**CP2, "activation_checkpointing": True},
+    ),
+    Layout("Megatron", 1, {}),
     Layout("DP2, distributed optimizer", 2, {}),
     Layout("DP2, whole optimizer", 2, {}, sharded_optimizer=False),
     Layout("DP2, overlapped communication", 2, OVERLAP),
@@ -100,7 +119,13 @@ def policy(layout: Layout, model: str, *, packed: bool) -> PolicyConfig:
     fields: dict[str, Any] = {"max_grad_norm": CLIP}
     if layout.megatron is None:
         kwargs = {**ADAM, "betas": list(ADAM["betas"]), "weight_decay": 0.0}
-        return policy_config(model, optimizer=OptimizerConfig(kwargs=kwargs), **fields)
+        return policy_config(
+            model,
+            optimizer=OptimizerConfig(kwargs=kwargs),
+            dtensor_cfg=DTensorConfig(**layout.dtensor),
+            sequence_packing=SequencePackingConfig(enabled=packed),
+            **fields,
+        )
     beta1, beta2 = ADAM["betas"]
     optimizer = MegatronOptimizerConfig(
         lr=ADAM["lr"],

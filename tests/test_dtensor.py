@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from models import FAMILIES, Family, policy_config
 from ranks import run_ranks
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from minirl.backend import TokenHead, TokenOutput, Work, after_draw
 from minirl.backends import dtensor
@@ -139,7 +140,7 @@ def _train(axis: Axis, cfg: PolicyConfig, num_updates: int) -> dict[str, Any]:
 
 
 def _is_unit(module: torch.nn.Module) -> bool:
-    return isinstance(module, dtensor.FSDPModule)
+    return isinstance(module, FSDPModule)
 
 
 @pytest.mark.parametrize(("name", "units"), [("qwen3", 1), ("qwen3_untied", 1), ("large", 3)])

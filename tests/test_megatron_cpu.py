@@ -11,7 +11,8 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minirl.backends.megatron_cpu import GroupStepAdam, causal_attention
+from minirl.backends.attention import causal_attention
+from minirl.backends.megatron_cpu import GroupStepAdam
 from minirl.parallel import Axis
 
 ROOT = Path(__file__).parent.parent

@@ -1,5 +1,7 @@
 """Log-probs, entropy and the top k of a cut vocabulary equal those of a whole one."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,3 +103,76 @@ def test_equal_logits_are_taken_in_the_order_of_their_ids() -> None:
 def test_more_tokens_than_the_vocabulary_has_are_refused() -> None:
     with pytest.raises(ValueError, match="top 4 tokens of a smaller vocabulary"):
         vocab_top_k(torch.zeros(1, 1, 3), 4, WHOLE)
+
+
+# ---- on one rank --------------------------------------------------------------------------------
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    return vocab_logprobs(logits, tokens, WHOLE, temperature)[0]
+
+
+def case(seed: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64).mul(3).to(dtype)
+    return logits, torch.randint(5, (2, 3), generator=generator)
+
+
+# field failures 25, 27
+@given(st.integers(0, 1000), st.sampled_from([0.3, 1.0, 1.7]))
+def test_logprobs_and_entropy_equal_loops(seed: int, temperature: float):
+    logits, tokens = case(seed)
+    found, entropy = vocab_logprobs(logits, tokens, WHOLE, temperature)
+    assert torch.equal(found, token_logprobs(logits, tokens, temperature))
+    for i in range(2):
+        for t in range(3):
+            weights = [math.exp(z / temperature) for z in logits[i, t].tolist()]
+            p = [w / sum(weights) for w in weights]
+            assert found[i, t].item() == pytest.approx(math.log(p[int(tokens[i, t])]))
+            assert entropy[i, t].item() == pytest.approx(-sum(q * math.log(q) for q in p))
+
+
+# field failure 37
+def test_each_position_reads_its_own_logits_and_its_own_token():
+    logits, tokens = case(1)
+    whole = token_logprobs(logits, tokens)
+    for i in range(2):
+        for t in range(3):
+            part = token_logprobs(logits[i : i + 1, t : t + 1], tokens[i : i + 1, t : t + 1])
+            torch.testing.assert_close(part[0, 0], whole[i, t])
+
+
+# field failure 41
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_softmax_is_in_float32_whatever_the_logits(dtype: torch.dtype):
+    logits, tokens = case(2, dtype)
+    found = token_logprobs(logits, tokens)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, token_logprobs(logits.double(), tokens).float())
+    assert token_logprobs(logits.double(), tokens).dtype == torch.float64
+
+
+def test_the_gradient_is_one_hot_minus_softmax_over_temperature():
+    logits, tokens = case(3)
+    logits.requires_grad_()
+    total, entropy = vocab_logprobs(logits, tokens, WHOLE, 2.0)
+    total.sum().backward()
+    one_hot = torch.nn.functional.one_hot(tokens, 5)
+    expected = (one_hot - (logits.detach() / 2.0).softmax(-1)) / 2.0
+    torch.testing.assert_close(logits.grad, expected)
+    assert not entropy.requires_grad
+
+
+def test_logits_are_not_changed():
+    for dtype in (torch.float32, torch.float64):
+        logits, tokens = case(4, dtype)
+        before = logits.clone()
+        vocab_logprobs(logits, tokens, WHOLE, 0.5)
+        assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float):
+    logits, tokens = case(5)
+    with pytest.raises(ValueError, match=f"temperature {temperature}"):
+        token_logprobs(logits, tokens, temperature)

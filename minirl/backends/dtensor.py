@@ -1,4 +1,4 @@
-"""The FSDP2 backend: any Hugging Face causal LM, sharded over the data axis.
+"""The FSDP2 backend: any Hugging Face causal LM, sharded, and cut over layers and sequences.
 
 In: rows, a head and a loss per micro-batch. Out: log-probs, updates, full weights. Gradients of
 ranks add up (never average), masters are float32 whatever the compute precision, and the model
@@ -6,43 +6,43 @@ stays in evaluation mode: dropout would break the equality of a first ratio with
 
 Rows are padded on the right and run without an attention mask: under causal attention no real
 token sees a later one, and explicit positions keep models from guessing where documents begin.
-
-It does not pack several samples into a row, and it shards over the data axis only.
+Packed rows, and rows that are cut over ranks, are attended to by an attention of our own.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
 from minirl.backends import optim, shards
+from minirl.backends.dtensor_setup import (
+    Meshes,
+    Model,
+    load_model,
+    needs_own_attention,
+    open_meshes,
+    shard_,
+    units,
+)
 from minirl.backends.norms import global_norm, local_shard, scale_
+from minirl.backends.row_layout import document_lengths, to_model, to_rows
+from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.hf import check_model
-from minirl.logprobs import token_logprobs, token_logprobs_and_entropy
 from minirl.metrics import Metrics, Sum, mean_of, merge, scalar
 from minirl.parallel import Axis, require_equal
 from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
 from minirl.types import Rows, Scalar
-
-# A decoder layer below this size is sharded together with the root: its own all-gathers and
-# reduce-scatters would cost latency (a third of an update of 2 small layers over gloo) and
-# save no memory worth the name.
-UNIT_PARAMETERS = 2**20
-
-Model: TypeAlias = Any
-"""A `transformers.PreTrainedModel`, whose calls are not typed."""
 
 
 @dataclass(slots=True)
@@ -55,6 +55,8 @@ class Trainer:
     reference: list[Tensor] | None
     """Local shards of the weights as first loaded, on the CPU, in the order of `parameters`."""
     axis: Axis
+    meshes: Meshes
+    vocabulary: Shard
     device: torch.device
     max_grad_norm: float | None
     updates: int = 0
@@ -101,15 +103,25 @@ def open_backend(
         )
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    model = _load_model(cfg.model_name)
-    _shard_(model, DeviceMesh.from_group(axis.group, device.type), cfg.precision)
+    meshes = open_meshes(cfg, axis, device)
+    model = load_model(cfg, meshes)
+    shard_(model, cfg, meshes)
     parameters = list(model.parameters())
     optimizer, schedule = optim.build(cfg, parameters)
-    reference = [_to_host(p) for p in parameters] if with_reference else None
-    trainer = Trainer(model, optimizer, schedule, reference, axis, device, cfg.max_grad_norm)
+    trainer = Trainer(
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        reference=[_to_host(p) for p in parameters] if with_reference else None,
+        axis=axis,
+        meshes=meshes,
+        vocabulary=meshes.vocabulary(model.config.vocab_size),
+        device=device,
+        max_grad_norm=cfg.max_grad_norm,
+    )
     backend: Backend[Handle] = Backend(
         axis=axis,
-        data_axis=axis,
+        data_axis=meshes.data,
         logprobs=_logprobs,
         update_=_update_,
         end_step_=_end_step_,
@@ -120,69 +132,33 @@ def open_backend(
     return backend, TrainState(Handle(trainer, 0), step=0, updates=0, cursor=0, key=key)
 
 
-# ---- model --------------------------------------------------------------------------------------
-
-
-def _load_model(name: str) -> Model:
-    """The model in float32 on the CPU, in evaluation mode.
-
-    Raises:
-        ValueError: the checkpoint lacks weights of the model, or holds them in other shapes.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-    untyped: Any = AutoModelForCausalLM
-    model, report = untyped.from_pretrained(
-        name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-    )
-    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
-    if wrong:
-        raise ValueError(
-            f"policy.model_name: the checkpoint {name!r} lacks weights that its config.json asks "
-            f"for, or has them in other shapes: {wrong[:5]} ({len(wrong)} in all)"
-        )
-    # Which tokens are padding is told by lengths. Left alone, the embedding of the tokenizer's
-    # padding token, often also the end token, would get no gradient.
-    model.get_input_embeddings().padding_idx = None
-    model.eval()
-    return model
-
-
-def _shard_(model: Model, mesh: DeviceMesh, precision: str) -> None:
-    """Shards large decoder layers one by one, the rest as one unit; moves to the mesh's device."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    policy = MixedPrecisionPolicy()
-    if precision == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        if sum(p.numel() for p in layer.parameters()) >= UNIT_PARAMETERS:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for unit in _units(model):
-        # Sums, not means: losses are already divided by the counts of the global batch. The
-        # setters do not recurse, and gloo knows the plain sum only.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def _units(model: Model) -> list[FSDPModule]:
-    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+# ---- the model's view ----------------------------------------------------------------------
 
 
 def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
     """The head's view of the rows: the one path of `logprobs` and `update_`."""
-    tokens, lengths = rows.tokens.to(trainer.device), rows.lengths.to(trainer.device)
-    positions = torch.arange(tokens.shape[1], device=trainer.device).expand_as(tokens)
-    tokens = torch.where(positions < lengths[:, None], tokens, 0)
-    output = trainer.model(input_ids=tokens, position_ids=positions, use_cache=False)
-    logits, following = output.logits[:, :-1], tokens[:, 1:]
-    if head.entropy:
-        return TokenOutput(*token_logprobs_and_entropy(logits, following, head.temperature))
-    return TokenOutput(token_logprobs(logits, following, head.temperature), None)
+    meshes, device = trainer.meshes, trainer.device
+    inputs = to_model(rows, meshes.layout)
+    documents: dict[str, Any] = {}
+    if needs_own_attention(meshes):
+        documents = {
+            "document_lengths": document_lengths(inputs, meshes.layout),
+            "context_group": meshes.context,
+        }
+    output = trainer.model(
+        input_ids=inputs.tokens.to(device),
+        position_ids=inputs.positions.to(device),
+        use_cache=False,
+        **documents,
+    )
+    logprobs, entropy = vocab_logprobs(
+        output.logits, inputs.following.to(device), trainer.vocabulary, head.temperature
+    )
+    batch, length = rows.tokens.shape
+    whole = partial(
+        to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=meshes.context
+    )
+    return TokenOutput(whole(logprobs), whole(entropy) if head.entropy else None)
 
 
 # ---- the functions of the contract --------------------------------------------------------------
@@ -221,7 +197,9 @@ def _logprobs(
             of micro-batches.
     """
     trainer = _current(state)
-    require_equal("the number of micro-batches", len(rows), trainer.axis, "fill up with any rows")
+    require_equal(
+        "the number of micro-batches", len(rows), trainer.meshes.data, "fill up with any rows"
+    )
     with torch.no_grad(), _holding(trainer, weights):
         return [_on(r.tokens.device, _view(trainer, r, head)) for r in rows]
 
@@ -245,7 +223,7 @@ def _holding(trainer: Trainer, weights: Weights) -> Iterator[None]:
         yield
     finally:
         # Without a backward the root would keep its gathered weights, blind to later changes.
-        for unit in _units(trainer.model):
+        for unit in units(trainer.model):
             unit.reshard()
         if policy:
             _copy_(parameters, policy)
@@ -283,7 +261,7 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
         trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
     # Counted on one rank, since the sum over ranks is what is logged.
-    skipped = Sum(scalar(float(not taken and trainer.axis.rank == 0)))
+    skipped = Sum(scalar(float(not taken and trainer.meshes.data.rank == 0)))
     own: Metrics = {"grad_norm": mean_of(norm), "lr": mean_of(lr), "nonfinite_updates": skipped}
     return _succeed(replace(state, updates=state.updates + taken)), merge(*seen, own)
 

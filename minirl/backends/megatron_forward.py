@@ -18,16 +18,15 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends.megatron_bridge import core
-from minirl.backends.megatron_rows import (
+from minirl.backends.megatron_setup import Built, Chunk
+from minirl.backends.row_layout import (
     Layout,
     ModelRows,
     layout_of,
-    packed_params,
     size_of,
     to_model,
     to_rows,
 )
-from minirl.backends.megatron_setup import Built, Chunk
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.metrics import Metrics
 from minirl.policy_config import PolicyConfig
@@ -164,7 +163,7 @@ def _forward_step(
         input_ids=inputs.tokens.to(stage.device),
         position_ids=inputs.positions.to(stage.device),
         attention_mask=None,
-        packed_seq_params=packed_params(inputs.ends, stage.device),
+        packed_seq_params=_packed_params(inputs.ends, stage.device),
         **stage.options,
         **processor,
     )
@@ -179,6 +178,23 @@ def _forward_step(
         )
 
     return output, last_stage
+
+
+def _packed_params(ends: Tensor | None, device: torch.device) -> Any:
+    """Core's description of packed rows; None for padded ones."""
+    if ends is None:
+        return None
+    bounds = ends.to(device, torch.int32)
+    longest = int((ends[1:] - ends[:-1]).max())
+    return core("packed_seq_params").PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
 
 
 def _token_values(

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minirl.logprobs import CACHE_SIZED
 from minirl.types import TokenLogProbs
 
+CACHE_SIZED = 2**18
+"""Elements of the chunks that a CPU works on: 1 MB in float32."""
 LocalLogits = Float[Tensor, "batch position columns"]
 
 
@@ -40,7 +41,15 @@ def vocab_logprobs(
     rank is given the same g, that of the whole loss. The entropy carries none.
 
     Collective: every rank of the group calls this with the same tokens.
+
+    Raises:
+        ValueError: the temperature is not positive.
     """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature {temperature}: log-probs exist for positive temperatures only;"
+            " greedy sampling (0) has no policy gradient"
+        )
     flat, chosen = logits.flatten(0, 1), tokens.reshape(-1)
     found, entropy = cast(Any, _VocabLogProbs).apply(flat, chosen, shard, temperature)
     return found.view(tokens.shape), entropy.view(tokens.shape)

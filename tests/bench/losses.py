@@ -19,8 +19,8 @@ from torch import Tensor
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import nanstd, selective_log_softmax
 
+from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.groups import group_relative
-from minirl.logprobs import token_logprobs
 from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
 from minirl.metrics import values
@@ -171,13 +171,13 @@ def compare_logprobs() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         cast = logits.to(dtype)
         times = race(
-            lambda x=cast: token_logprobs(x, tokens),
+            lambda x=cast: vocab_logprobs(x, tokens, Shard(0))[0],
             lambda x=cast: selective_log_softmax(x, tokens),
             rounds=5,
         )
         row(f"log-probs 8 x 256 x 4096, {str(dtype)[6:]}", *times)
     half = logits.bfloat16()
-    ours = (token_logprobs(half, tokens).double() - exact).abs().max()
+    ours = (vocab_logprobs(half, tokens, Shard(0))[0].double() - exact).abs().max()
     theirs = (selective_log_softmax(half, tokens).double() - exact).abs().max()
     print(f"largest error on bfloat16 logits: minirl {float(ours):.1e}, TRL {float(theirs):.1e}")
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from minirl.backends.megatron_rows import Layout, layout_of, size_of, to_model, to_rows
+from minirl.backends.row_layout import Layout, layout_of, size_of, to_model, to_rows
 from minirl.parallel import Axis
 from minirl.types import Rows
 

@@ -1,4 +1,4 @@
-"""From padded rows to what Megatron's models read, and from their output back to whole rows.
+"""From padded rows to what a rank's model reads, and from its output back to whole rows.
 
 A layout says which token of the micro-batch stands where on this rank. Rows are either *padded*
 (one model row a sample) or *packed* (all samples one after the other in a single row, told apart by
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from minirl.backends.megatron_bridge import core
 from minirl.types import Rows, TokenLogProbs
 
 Local = Int[Tensor, "model_batch local"]
@@ -114,21 +113,11 @@ def _look_up(rows: Rows, row: Tensor, at: Tensor, ends: Tensor | None) -> ModelR
     )
 
 
-def packed_params(ends: Tensor | None, device: torch.device) -> Any:
-    """Core's description of packed rows; None for padded ones."""
-    if ends is None:
-        return None
-    bounds = ends.to(device, torch.int32)
-    longest = int((ends[1:] - ends[:-1]).max())
-    return core("packed_seq_params").PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        cu_seqlens_q_padded=bounds,
-        cu_seqlens_kv_padded=bounds,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def document_lengths(rows: ModelRows, layout: Layout) -> list[int]:
+    """Of the sequences that stand one after the other in a model's row, before they were cut."""
+    if rows.ends is None:
+        return [rows.tokens.shape[1] * layout.size]
+    return [int(n) for n in rows.ends.diff()]
 
 
 def to_rows(

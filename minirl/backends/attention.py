@@ -1,0 +1,87 @@
+"""Causal attention within sequences that lie one after the other, also cut over ranks.
+
+No mask is ever made for a sequence as a whole: each is attended to on its own, so that packed
+samples cannot see each other. Under context parallelism keys and values are gathered (the two
+chunks of a rank attend to all that comes before them), which any kernel can do; a ring would hold
+less memory and hide its sends behind its work, but needs a kernel of its own.
+"""
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Iterable[int],
+    group: dist.ProcessGroup | None,
+    scale: float | None,
+) -> Tensor:
+    """Attention within each of several sequences that lie one after the other.
+
+    Shapes: [local tokens, batch, heads, width] to [local tokens, batch, heads x width]; `lengths`
+    are those of whole sequences, of which a rank holds the chunks r and 2n - 1 - r of 2n.
+    Keys and values are gathered. Source: Core's and Transformer Engine's zigzag layout.
+    """
+    num, rank = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
+    gather = cast(Any, _AllGather).apply
+    parts = [torch.stack(gather(x, group)) if num > 1 else x[None] for x in (key, value)]
+    outputs: list[Tensor] = []
+    at = 0
+    for length in lengths:
+        local = slice(at, at + length // num)
+        keys, values = (_in_order(x[:, local]) for x in parts)
+        offset = at
+        size = length // (2 * num)
+        chunks = [(c * size, (c + 1) * size) for c in (rank, 2 * num - 1 - rank)]
+        for start, end in chunks if num > 1 else [(0, length)]:
+            rows = query[offset : offset + end - start]
+            outputs.append(_attend(rows, keys[:end], values[:end], start, scale))
+            offset += end - start
+        at = local.stop
+    return torch.cat(outputs).flatten(2)
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The whole sequence from the parts of all ranks, [ranks, local, ...]."""
+    if len(parts) == 1:
+        return parts[0]
+    first, second = parts.chunk(2, dim=1)
+    return torch.cat([*first, *second.flip(0)])
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None) -> Tensor:
+    mask = None
+    if start:
+        seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+        mask = seen.tril(diagonal=start)
+    repeats = query.shape[2] // key.shape[2]
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+    found = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return found.permute(2, 0, 1, 3)
+
+
+class _AllGather(torch.autograd.Function):
+    """All ranks' tensors; backward adds up what all ranks ask of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        total = torch.stack(grad_outputs)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None

@@ -1,0 +1,218 @@
+"""Builds what the FSDP2 backend trains: the mesh of ranks, and the model, cut and sharded over it.
+
+The mesh has four sides: copies, shards, parts of a sequence, parts of a layer, the last the
+nearest neighbours. Parameters are sharded over shards and parts of a sequence together, since both
+need all of them, and cut over parts of a layer.
+"""
+
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor.parallel import parallelize_module
+
+from minirl.backends import plans
+from minirl.backends.attention import causal_attention
+from minirl.backends.row_layout import Layout, layout_of
+from minirl.backends.vocab_parallel import Shard
+from minirl.dtensor_config import DTensorConfig, data_parallel_size
+from minirl.parallel import Axis
+from minirl.policy_config import PolicyConfig
+
+# A decoder layer below this size is sharded together with the root: its own all-gathers and
+# reduce-scatters would cost latency (a third of an update of 2 small layers over gloo) and
+# save no memory worth the name.
+UNIT_PARAMETERS = 2**20
+ATTENTION = "minirl_documents"
+"""What our attention is called among transformers' implementations."""
+
+Model: TypeAlias = Any
+"""A `transformers.PreTrainedModel`, whose calls are not typed."""
+
+
+class Meshes(NamedTuple):
+    """How the ranks cooperate."""
+
+    data: Axis
+    parameters: DeviceMesh
+    """Over which FSDP shards; with copies it has two sides."""
+    tensor: DeviceMesh | None
+    context: dist.ProcessGroup | None
+    layout: Layout
+
+    def vocabulary(self, size: int) -> Shard:
+        """Which of `size` columns of the logits are this rank's."""
+        if self.tensor is None:
+            return Shard(0)
+        columns = -(-size // self.tensor.size())
+        return Shard(self.tensor.get_local_rank() * columns, self.tensor.get_group())
+
+
+def open_meshes(cfg: PolicyConfig, axis: Axis, device: torch.device) -> Meshes:
+    """The groups of a layout. Collective: every launched rank calls this."""
+    keys = cfg.dtensor_cfg
+    tensor, context, copies = (
+        keys.tensor_parallel_size,
+        keys.context_parallel_size,
+        keys.dp_replicate_size,
+    )
+    data = data_parallel_size(keys, axis.size)
+    if data == axis.size and copies == 1:
+        assert axis.group is not None
+        whole = DeviceMesh.from_group(axis.group, device.type)
+        layout = layout_of(1, 1, 0, packed=cfg.sequence_packing.enabled, sequence_parallel=False)
+        return Meshes(axis, whole, None, None, layout)
+    sharded = init_device_mesh(
+        device.type,
+        (copies, data // copies * context, tensor),
+        mesh_dim_names=("copy", "shard", "tensor"),
+    )
+    shared = init_device_mesh(
+        device.type, (data, context, tensor), mesh_dim_names=("data", "context", "tensor")
+    )
+    return Meshes(
+        data=Axis(shared.get_local_rank("data"), data, shared.get_group("data")),
+        parameters=sharded["copy", "shard"] if copies > 1 else sharded["shard"],
+        tensor=sharded["tensor"] if tensor > 1 else None,
+        context=shared.get_group("context") if context > 1 else None,
+        layout=layout_of(
+            tensor,
+            context,
+            shared.get_local_rank("context"),
+            packed=cfg.sequence_packing.enabled,
+            sequence_parallel=keys.sequence_parallel,
+        ),
+    )
+
+
+def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
+    """The model in float32 on the CPU, in evaluation mode, before anything is cut.
+
+    Raises:
+        ValueError: the checkpoint lacks weights of the model, or holds them in other shapes; or
+            the model attends to a window, which packed or cut sequences have no attention for.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    untyped: Any = AutoModelForCausalLM
+    model, report = untyped.from_pretrained(
+        cfg.model_name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+    )
+    wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if wrong:
+        raise ValueError(
+            f"policy.model_name: the checkpoint {cfg.model_name!r} lacks weights that its "
+            f"config.json asks for, or has them in other shapes: {wrong[:5]} ({len(wrong)} in all)"
+        )
+    # Which tokens are padding is told by lengths. Left alone, the embedding of the tokenizer's
+    # padding token, often also the end token, would get no gradient.
+    model.get_input_embeddings().padding_idx = None
+    model.eval()
+    if needs_own_attention(meshes):
+        cast(Any, AttentionInterface).register(ATTENTION, document_attention)
+        model.set_attn_implementation(ATTENTION)
+    return model
+
+
+def needs_own_attention(meshes: Meshes) -> bool:
+    """Whether rows hold several sequences, or parts of one."""
+    return meshes.layout.packed or meshes.context is not None
+
+
+def document_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface of `causal_attention`.
+
+    Shapes: [batch, heads, tokens, width] to [batch, tokens, heads, width]. `options` are those of
+    the model's forward, `document_lengths` and `context_group` among them, and the layer's own.
+
+    Raises:
+        ValueError: the layer attends to a window.
+    """
+    window = options.get("sliding_window")
+    if window is not None:
+        raise ValueError(
+            f"policy.model_name: a layer attends to a window of {window} tokens, which "
+            "policy.sequence_packing and policy.dtensor_cfg.context_parallel_size cannot do; "
+            "use neither"
+        )
+    tokens_first = [x.permute(2, 0, 1, 3) for x in (query, key, value)]
+    found: Tensor = causal_attention(
+        tokens_first[0],
+        tokens_first[1],
+        tokens_first[2],
+        options["document_lengths"],
+        options["context_group"],
+        scaling,
+    )
+    heads: Any = found.transpose(0, 1).unflatten(-1, (query.shape[1], -1))
+    return heads, None
+
+
+def shard_(model: Model, cfg: PolicyConfig, meshes: Meshes) -> None:
+    """Cuts layers, shards parameters, moves everything to its device."""
+    keys = cfg.dtensor_cfg
+    if meshes.tensor is not None:
+        _cut_(model, keys, meshes.tensor)
+    layers = _layers(model)
+    if keys.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            layer.training = True  # what transformers asks; the modules inside stay as they are
+    policy = MixedPrecisionPolicy()
+    if cfg.precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if keys.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    for unit in [m for m in layers if sum(p.numel() for p in m.parameters()) >= UNIT_PARAMETERS]:
+        fully_shard(unit, mesh=meshes.parameters, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=meshes.parameters, mp_policy=policy, offload_policy=offload)
+    for unit in units(model):
+        # Sums, not means: losses are already divided by the counts of the global batch. The
+        # setters do not recurse, and gloo knows the plain sum only.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def _layers(model: Model) -> list[Any]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+
+
+def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
+    plans.check_heads(model.config, mesh.size())
+    plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
+    cut: Any = parallelize_module
+    cut(model, mesh, plans.styles(plan, sequence_parallel=keys.sequence_parallel))
+    plans.tie_again(model)
+    missed = plans.unplanned(model)
+    if missed:
+        raise ValueError(
+            f"policy.dtensor_cfg: the plan for tensor parallelism leaves out {missed[:5]} "
+            f"({len(missed)} in all), whose gradients would differ between ranks; add them"
+        )
+
+
+def units(model: Model) -> list[FSDPModule]:
+    """The modules that FSDP gathers one by one."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]

@@ -1,0 +1,161 @@
+"""How the layers of a model are cut for tensor parallelism, by family, as data.
+
+A plan gives modules a part: `column` and `row` are the two halves of a pair of linear layers (one
+sum over ranks a pair), `embedding` and `output` cut the vocabulary, `heads` are norms of single
+heads (whose gradient is a sum over the ranks' heads), `norm` the others, `block` what reads the
+whole sequence where the rest holds parts of it.
+
+Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthikanti et al. 2022
+(sequence parallelism), arXiv:2205.05198, section 4.2.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias, cast
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+Part: TypeAlias = Literal["column", "row", "embedding", "output", "heads", "norm", "block"]
+Plan: TypeAlias = Mapping[str, Part]
+
+LAYER = "model.layers.*."
+LLAMA: Plan = {
+    "model.embed_tokens": "embedding",
+    "model.norm": "norm",
+    "lm_head": "output",
+    f"{LAYER}input_layernorm": "norm",
+    f"{LAYER}post_attention_layernorm": "norm",
+    f"{LAYER}self_attn": "block",
+    f"{LAYER}self_attn.q_proj": "column",
+    f"{LAYER}self_attn.k_proj": "column",
+    f"{LAYER}self_attn.v_proj": "column",
+    f"{LAYER}self_attn.o_proj": "row",
+    f"{LAYER}mlp": "block",
+    f"{LAYER}mlp.gate_proj": "column",
+    f"{LAYER}mlp.up_proj": "column",
+    f"{LAYER}mlp.down_proj": "row",
+}
+QWEN3: Plan = {
+    **LLAMA,
+    f"{LAYER}self_attn.q_norm": "heads",
+    f"{LAYER}self_attn.k_norm": "heads",
+}
+PLANS: dict[str, Plan] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}
+"""By `model_type` of the Hugging Face config."""
+
+
+def find_plan(model_type: str, custom: str | None) -> Plan:
+    """The plan at the import path `custom` (`package.module:NAME`), else the family's.
+
+    Raises:
+        ValueError: the path leads to no plan, or the family has none.
+    """
+    key = "policy.dtensor_cfg.custom_parallel_plan"
+    if custom is None:
+        if model_type in PLANS:
+            return PLANS[model_type]
+        raise ValueError(
+            f"policy.dtensor_cfg.tensor_parallel_size: models of type {model_type!r} have no plan "
+            f"here (only {sorted(PLANS)}); write one and name it by {key}, or use megatron_cfg"
+        )
+    module, _, name = custom.partition(":")
+    try:
+        plan = vars(importlib.import_module(module)).get(name) if name else None
+    except ImportError as error:
+        raise ValueError(f"{key}: cannot import {custom!r} ({error})") from error
+    parts = ("column", "row", "embedding", "output", "heads", "norm", "block")
+    if isinstance(plan, Mapping) and set(cast("Plan", plan).values()) <= set(parts):
+        return cast("Plan", plan)
+    raise ValueError(
+        f"{key}: {custom!r} names no plan: give package.module:NAME of a mapping from module names "
+        f"(with * for a number) to one of {parts}"
+    )
+
+
+def styles(plan: Plan, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
+    """The plan in torch's terms."""
+    stream = Shard(1) if sequence_parallel else Replicate()
+    found: dict[Part, ParallelStyle] = {
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(output_layouts=stream, use_local_output=not sequence_parallel),
+        "embedding": RowwiseParallel(
+            input_layouts=Replicate(),
+            output_layouts=stream,
+            use_local_output=not sequence_parallel,
+        ),
+        "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1)),
+        "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "norm": SequenceParallel() if sequence_parallel else Whole(),
+    }
+    gathered: Any = {"desired_input_layouts": (Replicate(),), "input_layouts": (Shard(1),)}
+    by_name: Any = {
+        "input_kwarg_layouts": {"hidden_states": Shard(1)},
+        "desired_input_kwarg_layouts": {"hidden_states": Replicate()},
+    }
+    result: dict[str, ParallelStyle] = {}
+    for name, part in plan.items():
+        if part != "block":
+            result[name] = found[part]
+        elif sequence_parallel:
+            attention = name.rpartition(".")[2].startswith(("self_attn", "attention"))
+            result[name] = PrepareModuleInput(**(by_name if attention else gathered))
+    return result
+
+
+class Whole(ParallelStyle):
+    """A module that every rank computes in full, with its parameters as replicated DTensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicate(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+                part.register_parameter(key, nn.Parameter(whole))
+
+        def enter(part: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
+
+        def leave(part: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            return output.to_local(grad_placements=[Replicate()])
+
+        untyped: Any = distribute_module
+        return cast(nn.Module, untyped(module, device_mesh, replicate, enter, leave))
+
+
+def tie_again(model: Any) -> None:
+    """One parameter for input and output embeddings, where the model had one."""
+    if model.config.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+
+
+def unplanned(model: nn.Module) -> list[str]:
+    """Parameters that no part of the plan reached."""
+    return [n for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()]
+
+
+def check_heads(config: Any, size: int) -> None:
+    """Refuses a model whose heads cannot be dealt out.
+
+    Raises:
+        ValueError: names the numbers and what divides them.
+    """
+    facts = {
+        "attention heads": config.num_attention_heads,
+        "key-value heads": config.num_key_value_heads,
+        "columns of the feed-forward layers": config.intermediate_size,
+    }
+    for name, number in facts.items():
+        if number % size:
+            raise ValueError(
+                f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the model's "
+                f"{number} {name}; use a divisor of all of "
+                f"{sorted({int(x) for x in facts.values()})}"
+            )
