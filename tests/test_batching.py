@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from backend_cases import RATE, distance, exported
+from backend_cases import distance, exported
 from configs import MEGATRON, MINIMAL, edited, load_tree
 from models import save_model
+from msgspec import structs
 from ranks import run_ranks
 from toy import parts as toy_parts
 
 from minirl.algos import grpo
-from minirl.backends import dtensor
+from minirl.backends import open_backend
 from minirl.config import GrpoRun
+from minirl.hf import model_facts
 from minirl.metrics import values
 from minirl.packing import cost_of
 from minirl.parallel import Axis
@@ -32,12 +34,27 @@ SIZES: dict[str, Any] = {
     "policy.precision": "float32",
     "policy.max_grad_norm": None,
 }
-SGD = {"policy.optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": RATE * 1e-6}}}
+SGD = {"policy.optimizer": {"name": "torch.optim.SGD", "kwargs": {"lr": 1.0}}}
+PLAIN = {
+    "optimizer": {
+        "optimizer": "sgd",
+        "lr": 1.0,
+        "sgd_momentum": 0.0,
+        "weight_decay": 0.0,
+        "use_distributed_optimizer": False,
+    }
+}
 BATCHING: dict[str, dict[str, Any]] = {
     "packing": {"policy.sequence_packing.enabled": True},
     "dynamic": {
         "policy.dynamic_batching.enabled": True,
         "policy.dynamic_batching.sequence_length_round": 8,
+    },
+    "alone": {
+        "policy.dynamic_batching.enabled": True,
+        "policy.dynamic_batching.sequence_length_round": 1,
+        "policy.dynamic_batching.train_mb_tokens": 24,
+        "policy.dynamic_batching.logprob_mb_tokens": 24,
     },
 }
 
@@ -65,25 +82,46 @@ def samples() -> list[Sample]:
     return found
 
 
-def learnt(axis: Axis, model: str, kind: str) -> Any:
-    """Weights and metrics after the two updates of a step, and the plan that was followed."""
-    policy = load_tree(edited(MINIMAL, {**SIZES, **SGD, "policy.model_name": model})).policy
-    backend, state = dtensor.open_backend(policy, axis, key_of(0), with_reference=True)
-    on = replace(toy_parts(), backend=backend, cost=cost_of({}))
+def learnt(axis: Axis, model: str, kind: str, megatron: dict[str, Any] | None = None) -> Any:
+    """Weights and metrics after the two updates of a step, the plan, and how far weights moved.
+
+    With `megatron`, keys of `policy.megatron_cfg`, on that backend.
+    """
     run = run_of(kind)
+    policy = load_tree(edited(MINIMAL, {**SIZES, **SGD})).policy
+    if megatron is not None:
+        keys = {f"policy.megatron_cfg.{name}": x for name, x in {**PLAIN, **megatron}.items()}
+        run = load_tree(edited(MEGATRON, {**SIZES, **BATCHING.get(kind, {}), **keys}))
+        policy = run.policy
+    policy = structs.replace(policy, model_name=model)
+    backend, state = open_backend(policy, axis, key_of(0), with_reference=True)
+    before = exported(backend, state)
+    on = replace(toy_parts(), backend=backend, cost=cost_of(model_facts(model)))
     plan = grpo.plan_of(state, samples(), on, run)
     state, metrics = grpo.learn(state, samples(), plan, on, run, {})
-    return exported(backend, state), values(metrics), plan
+    after = exported(backend, state)
+    return after, values(metrics), plan, distance(after, before)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_model(tmp_path_factory.mktemp("model"))
+    return save_model(tmp_path_factory.mktemp("model"), num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
-def fixed(solo: Axis, model: str) -> Any:
-    return learnt(solo, model, "fixed")
+def fixed(model: str) -> Any:
+    [found] = run_ranks(1, learnt, model, "fixed")
+    return found
+
+
+def agree(found: list[Any], fixed: Any, tolerance: float) -> None:
+    weights, metrics, plan, moved = fixed
+    assert moved > 0.01
+    assert len(plan.updates) == 2
+    for other, seen, other_plan, _ in found:
+        assert other_plan.updates != plan.updates
+        assert distance(other, weights) < tolerance
+        assert {k: seen[k] for k in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -91,12 +129,28 @@ def fixed(solo: Axis, model: str) -> Any:
 def test_any_batching_on_any_number_of_ranks_learns_the_same(
     fixed: Any, model: str, kind: str, num_ranks: int
 ):
-    weights, metrics, plan = fixed
-    assert len(plan.updates) == 2
     found = run_ranks(num_ranks, learnt, model, kind)
-    for other, seen, other_plan in found:
-        assert other_plan.updates != plan.updates
-        assert distance(other, weights) < 3e-6
-        assert seen == pytest.approx(metrics, rel=1e-4, abs=1e-6)
-    if num_ranks == 2:
-        assert {len(f[2].logprobs) for f in found} == {len(found[0][2].logprobs)}
+    agree(found, fixed, 3e-6)
+
+
+LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
+    ("packing", 2, {}),
+    ("packing", 2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    ("packing", 2, {"context_parallel_size": 2}),
+    ("dynamic", 2, {"tensor_model_parallel_size": 2}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks", "layout"), LAYOUTS)
+def test_any_batching_on_the_other_backend_learns_the_same(
+    fixed: Any, model: str, kind: str, ranks: int, layout: dict[str, Any]
+):
+    agree(run_ranks(ranks, learnt, model, kind, layout), fixed, 1e-5)
+
+
+def test_a_rank_with_nothing_left_takes_part_with_an_empty_micro_batch(fixed: Any, model: str):
+    found = run_ranks(2, learnt, model, "alone")
+    assert any([] in update for f in found for update in f[2].updates)
+    assert any([] in f[2].logprobs for f in found)
+    agree(found, fixed, 3e-6)
