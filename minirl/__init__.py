@@ -76,6 +76,8 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
     backends/plans.py          how layers are cut for tensor parallelism, by family
+    backends/experts.py        tokens travel to the ranks that hold their experts
+    backends/dtensor_lora.py   adapters beside frozen layers
     backends/dtensor_setup.py  mesh of ranks, model, sharding
     backends/dtensor.py        any Hugging Face causal LM under FSDP2
     backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine

@@ -56,6 +56,7 @@ OVERLAP = {
     )
 }
 
+EP2 = {"expert_parallel_size": 2}
 TP2, CP2 = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
 
 LAYOUTS = [
@@ -67,6 +68,9 @@ LAYOUTS = [
     Layout("FSDP2 TP2 + SP", 2, dtensor={**TP2, "sequence_parallel": True}),
     Layout("FSDP2 TP2 + SP, untied", 2, dtensor={**TP2, "sequence_parallel": True}, family="llama"),
     Layout("FSDP2 CP2", 2, dtensor=CP2),
+    Layout("FSDP2 EP2 (MoE)", 2, dtensor=EP2, family="qwen3_moe"),
+    Layout("FSDP2 EP2 x DP2 (MoE)", 4, dtensor=EP2, family="qwen3_moe"),
+    Layout("FSDP2 EP2 x CP2 (MoE)", 4, dtensor={**EP2, **CP2}, family="qwen3_moe"),
     Layout("FSDP2 HSDP 2x2", 4, dtensor={"dp_replicate_size": 2}),
     Layout("FSDP2 TP2 x DP2", 4, dtensor=TP2),
     Layout("FSDP2 TP2 + SP x CP2", 4, dtensor={**TP2, **CP2, "sequence_parallel": True}),

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
-from minirl.backends import optim, shards
+from minirl.backends import dtensor_lora, optim, shards
 from minirl.backends.dtensor_setup import (
     Meshes,
     Model,
@@ -34,6 +34,7 @@ from minirl.backends.dtensor_setup import (
     shard_,
     units,
 )
+from minirl.backends.hf_files import as_on_disk
 from minirl.backends.norms import global_norm, local_shard, scale_
 from minirl.backends.row_layout import document_lengths, to_model, to_rows
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
@@ -54,6 +55,8 @@ class Trainer:
     schedule: LRScheduler | None
     reference: list[Tensor] | None
     """Local shards of the weights as first loaded, on the CPU, in the order of `parameters`."""
+    lora: dtensor_lora.Lora | None
+    """With adapters, the reference is the model without them."""
     axis: Axis
     meshes: Meshes
     vocabulary: Shard
@@ -66,7 +69,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by Hugging Face name; tied ones once."""
-        return dict(self.model.named_parameters())
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +108,18 @@ def open_backend(
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     meshes = open_meshes(cfg, axis, device)
     model = load_model(cfg, meshes)
+    lora = dtensor_lora.attach_(model, cfg, key)
     shard_(model, cfg, meshes)
-    parameters = list(model.parameters())
+    if lora is not None:
+        dtensor_lora.freeze_(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer, schedule = optim.build(cfg, parameters)
     trainer = Trainer(
         model=model,
         optimizer=optimizer,
         schedule=schedule,
-        reference=[_to_host(p) for p in parameters] if with_reference else None,
+        reference=[_to_host(p) for p in parameters] if with_reference and lora is None else None,
+        lora=lora,
         axis=axis,
         meshes=meshes,
         vocabulary=meshes.vocabulary(model.config.vocab_size),
@@ -292,7 +299,12 @@ def _end_step_(state: State) -> State:
 
 def _export(state: State) -> Iterator[tuple[str, Tensor]]:
     """See `Backend.export`. Float32; tied weights once. Collective, one tensor at a time."""
-    return ((name, _full(p.detach())) for name, p in _current(state).parameters().items())
+    return _weights(_current(state))
+
+
+def _weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in trainer.parameters().items():
+        yield from as_on_disk(trainer.model, name, _full(parameter.detach()))
 
 
 def _full(tensor: Tensor) -> Tensor:

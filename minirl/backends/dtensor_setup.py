@@ -18,12 +18,13 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from minirl.backends import plans
+from minirl.backends import dtensor_lora, experts, plans
 from minirl.backends.attention import causal_attention
 from minirl.backends.row_layout import Layout, layout_of
-from minirl.backends.vocab_parallel import Shard
+from minirl.backends.vocab_parallel import Shard as VocabularyShard
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
@@ -45,16 +46,18 @@ class Meshes(NamedTuple):
     data: Axis
     parameters: DeviceMesh
     """Over which FSDP shards; with copies it has two sides."""
+    experts: DeviceMesh | None
+    """Sides `outside` and `expert`: over which FSDP shards experts, and over which they are cut."""
     tensor: DeviceMesh | None
     context: dist.ProcessGroup | None
     layout: Layout
 
-    def vocabulary(self, size: int) -> Shard:
+    def vocabulary(self, size: int) -> VocabularyShard:
         """Which of `size` columns of the logits are this rank's."""
         if self.tensor is None:
-            return Shard(0)
+            return VocabularyShard(0)
         columns = -(-size // self.tensor.size())
-        return Shard(self.tensor.get_local_rank() * columns, self.tensor.get_group())
+        return VocabularyShard(self.tensor.get_local_rank() * columns, self.tensor.get_group())
 
 
 def open_meshes(cfg: PolicyConfig, axis: Axis, device: torch.device) -> Meshes:
@@ -66,11 +69,11 @@ def open_meshes(cfg: PolicyConfig, axis: Axis, device: torch.device) -> Meshes:
         keys.dp_replicate_size,
     )
     data = data_parallel_size(keys, axis.size)
-    if data == axis.size and copies == 1:
+    if data == axis.size and copies == 1 and keys.expert_parallel_size == 1:
         assert axis.group is not None
         whole = DeviceMesh.from_group(axis.group, device.type)
         layout = layout_of(1, 1, 0, packed=cfg.sequence_packing.enabled, sequence_parallel=False)
-        return Meshes(axis, whole, None, None, layout)
+        return Meshes(axis, whole, None, None, None, layout)
     sharded = init_device_mesh(
         device.type,
         (copies, data // copies * context, tensor),
@@ -82,6 +85,7 @@ def open_meshes(cfg: PolicyConfig, axis: Axis, device: torch.device) -> Meshes:
     return Meshes(
         data=Axis(shared.get_local_rank("data"), data, shared.get_group("data")),
         parameters=sharded["copy", "shard"] if copies > 1 else sharded["shard"],
+        experts=_expert_mesh(keys, axis, device),
         tensor=sharded["tensor"] if tensor > 1 else None,
         context=shared.get_group("context") if context > 1 else None,
         layout=layout_of(
@@ -91,6 +95,15 @@ def open_meshes(cfg: PolicyConfig, axis: Axis, device: torch.device) -> Meshes:
             packed=cfg.sequence_packing.enabled,
             sequence_parallel=keys.sequence_parallel,
         ),
+    )
+
+
+def _expert_mesh(keys: DTensorConfig, axis: Axis, device: torch.device) -> DeviceMesh | None:
+    size = keys.expert_parallel_size
+    if size == 1:
+        return None
+    return init_device_mesh(
+        device.type, (axis.size // size, size), mesh_dim_names=("outside", "expert")
     )
 
 
@@ -163,8 +176,7 @@ def document_attention(
         options["context_group"],
         scaling,
     )
-    heads: Any = found.transpose(0, 1).unflatten(-1, (query.shape[1], -1))
-    return heads, None
+    return cast(Any, found.transpose(0, 1)).unflatten(-1, (query.shape[1], -1)), None
 
 
 def shard_(model: Model, cfg: PolicyConfig, meshes: Meshes) -> None:
@@ -183,6 +195,15 @@ def shard_(model: Model, cfg: PolicyConfig, meshes: Meshes) -> None:
     offload = OffloadPolicy()
     if keys.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    if meshes.experts is not None:
+        for mixture in experts.cut_(model, meshes.experts["expert"]):
+            fully_shard(
+                mixture,
+                mesh=meshes.experts["outside"],
+                mp_policy=policy,
+                offload_policy=offload,
+                shard_placement_fn=lambda _: Shard(1),
+            )
     for unit in [m for m in layers if sum(p.numel() for p in m.parameters()) >= UNIT_PARAMETERS]:
         fully_shard(unit, mesh=meshes.parameters, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=meshes.parameters, mp_policy=policy, offload_policy=offload)
@@ -202,6 +223,8 @@ def _layers(model: Model) -> list[Any]:
 def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
     plans.check_heads(model.config, mesh.size())
     plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
+    if keys.lora_cfg.enabled:
+        plan = dtensor_lora.cut_plan(plan, model)
     cut: Any = parallelize_module
     cut(model, mesh, plans.styles(plan, sequence_parallel=keys.sequence_parallel))
     plans.tie_again(model)

@@ -73,6 +73,13 @@ def _files_of_weights(folder: Path) -> list[Path]:
     return sorted({folder / f for f in json.loads(index.read_text())["weight_map"].values()})
 
 
+def as_on_disk(model: Any, name: str, weight: Tensor) -> list[tuple[str, Tensor]]:
+    """A parameter under the names that a checkpoint has for it, and for its parts."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return list(cast("dict[str, Tensor]", revert_weight_conversion(model, {name: weight})).items())
+
+
 def as_in_checkpoint(
     model_name: str, weights: dict[str, Tensor], names: Collection[str]
 ) -> dict[str, Tensor]:

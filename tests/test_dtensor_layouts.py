@@ -1,0 +1,203 @@
+"""What the layouts of the FSDP2 backend keep beside their numbers (test_parity.py)."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from backend_cases import distance, exported, make_samples, make_work
+from models import save_model
+from parity import SIZES, Layout, policy
+from ranks import run_ranks
+from test_megatron import load_and_go_on, save_midway
+
+from minirl.backends import open_backend, plans
+from minirl.dtensor_config import DTensorConfig, data_parallel_size
+from minirl.parallel import Axis
+from minirl.policy_config import PolicyConfig
+from minirl.rng import key_of
+
+TP2 = {"tensor_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_parallel_size": 2}
+TOO_SMALL: plans.Plan = {"model.norm": "norm"}
+"""A plan that leaves nearly everything out."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("layouts")
+    families = ("qwen3", "qwen3_moe")
+    return {family: save_model(root / family, family, **SIZES) for family in families}  # type: ignore[arg-type]
+
+
+def config(model: str, *, packed: bool = False, **dtensor: Any) -> PolicyConfig:
+    return policy(Layout("", 1, dtensor=dtensor), model, packed=packed)
+
+
+# ---- arithmetic ---------------------------------------------------------------------------------
+
+
+def test_ranks_are_dealt_out_and_the_sum_is_spelled_out() -> None:
+    assert data_parallel_size(DTensorConfig(**TP2, **CP2), 8) == 2
+    assert data_parallel_size(DTensorConfig(dp_replicate_size=2), 8) == 8
+    message = r"6 ranks are not a multiple of .*tensor_parallel_size 2 x .*parallel_size 2 = 4"
+    with pytest.raises(ValueError, match=message):
+        data_parallel_size(DTensorConfig(**TP2, **CP2), 6)
+    message = r"12 ranks / .* = 6 data-parallel ranks, which .*dp_replicate_size 4 does not divide"
+    with pytest.raises(ValueError, match=message):
+        data_parallel_size(DTensorConfig(**TP2, dp_replicate_size=4), 12)
+    with pytest.raises(ValueError, match=r"3 ranks are not a multiple of .*expert_parallel_size 2"):
+        data_parallel_size(DTensorConfig(**EP2), 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel has no effect"),
+        ({"custom_parallel_plan": "a:B"}, "custom_parallel_plan has no effect"),
+        ({**EP2, **TP2}, "expert_parallel_size 2 and tensor_parallel_size 2 exclude"),
+        ({**EP2, "dp_replicate_size": 2}, "expert_parallel_size 2 and dp_replicate_size 2 exclude"),
+    ],
+)
+def test_what_has_no_effect_or_excludes_itself_is_refused(
+    keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DTensorConfig(**keys)
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "custom", "message"),
+    [
+        ("gpt2", None, r"models of type 'gpt2' have no plan"),
+        ("llama", "nowhere:PLAN", "cannot import 'nowhere:PLAN'"),
+        ("llama", "math", "names no plan"),
+        ("llama", "math:pi", "names no plan"),
+    ],
+)
+def test_a_plan_that_does_not_exist_is_refused(
+    family: str, custom: str | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plans.find_plan(family, custom)
+
+
+def test_a_plan_can_be_given_by_its_path() -> None:
+    assert plans.find_plan("gpt2", "minirl.backends.plans:LLAMA") is plans.LLAMA
+
+
+def refusal(axis: Axis, cfg: PolicyConfig) -> str:
+    try:
+        open_backend(cfg, axis, key_of(0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_what_cannot_be_cut_is_refused_on_every_rank(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    odd = save_model(tmp_path / "odd", "qwen3", num_attention_heads=3, num_key_value_heads=1)
+    for model, keys, message in (
+        (odd, TP2, "tensor_parallel_size 2 does not divide the model's 3 attention heads"),
+        (
+            models["qwen3"],
+            {**TP2, "custom_parallel_plan": "test_dtensor_layouts:TOO_SMALL"},
+            "the plan for tensor parallelism leaves out",
+        ),
+        (models["qwen3_moe"], TP2, "models of type 'qwen3_moe' have no plan"),
+        (models["qwen3"], EP2, "the model has no experts"),
+    ):
+        for found in run_ranks(2, refusal, config(model, **keys)):
+            assert message in found
+
+
+# ---- states -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "saved", "others"),
+    [
+        ("qwen3", (2, TP2), [(2, TP2), (1, {}), (2, {}), (2, SP2), (2, CP2)]),
+        ("qwen3", (4, SP2), [(1, {})]),
+        ("qwen3_moe", (2, EP2), [(2, EP2), (1, {}), (2, CP2)]),
+    ],
+    ids=["dense", "cut and sharded", "mixture"],
+)
+def test_a_state_saved_in_one_layout_goes_on_in_any_other(
+    models: dict[str, str],
+    tmp_path: Path,
+    family: str,
+    saved: tuple[int, dict[str, Any]],
+    others: list[tuple[int, dict[str, Any]]],
+) -> None:
+    ranks, layout = saved
+    straight = run_ranks(ranks, save_midway, config(models[family], **layout), tmp_path)[0]
+    for size, other in others:
+        resumed = run_ranks(size, load_and_go_on, config(models[family], **other), tmp_path)[0]
+        assert resumed["kept"] == straight["kept"], other
+        assert resumed["norm"] == pytest.approx(straight["norm"], rel=1e-5), other
+        assert distance(resumed["weights"], straight["weights"]) < 1e-5, other
+
+
+def reference(axis: Axis, cfg: PolicyConfig) -> tuple[bool, bool]:
+    """Whether the reference stays what was loaded while the policy moves."""
+    from minirl.backend import TokenHead
+
+    backend, state = open_backend(cfg, axis, key_of(0), with_reference=True)
+    works = [make_work(make_samples(2))]
+
+    def seen(weights: Any) -> torch.Tensor:
+        return backend.logprobs(state, [works[0].rows], TokenHead(), weights)[0].logprobs
+
+    first = seen("policy")
+    state, _ = backend.update_(state, works)
+    return torch.equal(seen("reference"), first), not torch.equal(seen("policy"), first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [SP2, CP2], ids=["TP", "CP"])
+def test_the_reference_is_swapped_in_under_any_layout(
+    models: dict[str, str], keys: dict[str, Any]
+) -> None:
+    for found in run_ranks(2, reference, config(models["qwen3"], **keys)):
+        assert found == (True, True)
+
+
+def names(axis: Axis, cfg: PolicyConfig) -> dict[str, tuple[int, ...]]:
+    backend, state = open_backend(cfg, axis, key_of(0))
+    return {name: tuple(x.shape) for name, x in exported(backend, state).items()}
+
+
+@pytest.mark.slow
+def test_experts_are_exported_one_by_one_as_on_disk(models: dict[str, str]) -> None:
+    from safetensors.torch import load_file
+
+    disk = load_file(Path(models["qwen3_moe"]) / "model.safetensors")
+    for keys in ({}, EP2):
+        found = run_ranks(2, names, config(models["qwen3_moe"], **keys))[0]
+        assert found == {name: tuple(x.shape) for name, x in disk.items()}
+
+
+def half(axis: Axis, cfg: PolicyConfig) -> float:
+    from minirl.metrics import value
+
+    cfg = msgspec.structs.replace(cfg, precision="bfloat16")
+    backend, state = open_backend(cfg, axis, key_of(0))
+    _, metrics = backend.update_(state, [make_work(make_samples(4))])
+    return value(metrics["grad_norm"])
+
+
+@pytest.mark.slow
+def test_bfloat16_is_close_in_every_layout(models: dict[str, str]) -> None:
+    [whole] = run_ranks(1, half, config(models["qwen3"]))
+    for keys in (SP2, {**CP2}):
+        for found in run_ranks(2, half, config(models["qwen3"], packed=True, **keys)):
+            assert found == pytest.approx(whole, rel=0.05)
