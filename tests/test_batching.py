@@ -154,3 +154,22 @@ def test_a_rank_with_nothing_left_takes_part_with_an_empty_micro_batch(fixed: An
     assert any([] in update for f in found for update in f[2].updates)
     assert any([] in f[2].logprobs for f in found)
     agree(found, fixed, 3e-6)
+
+
+def test_speed_counts_tokens_and_samples_a_second_in_all_and_on_each_rank():
+    shown = samples()
+    tokens = sum(len(s.trajectory.tokens) for s in shown)
+    seconds = {"total": 8.0, "generation": 4.0, "logprobs": 2.0, "training": 0.5, "reward": 0.0}
+    found = grpo.speed(seconds, shown, 600.0, 4)
+    rates = {
+        "tokens": tokens / 8.0,
+        "samples": 16 / 8.0,
+        "generation_tokens": 600.0 / 4.0,
+        "logprobs_tokens": tokens / 2.0,
+        "training_tokens": tokens / 0.5,
+    }
+    assert found == {
+        **{f"time/{name}_s": x for name, x in seconds.items()},
+        **{f"perf/{name}_per_s": x for name, x in rates.items()},
+        **{f"perf/{name}_per_s_per_rank": x / 4 for name, x in rates.items()},
+    }

@@ -143,17 +143,24 @@ def test_ranks_share_each_update_by_work(kind: str, case: Case):
     assert found[0].efficiency["rank_imbalance"] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @given(case=cases())
-def test_non_padding_is_real_tokens_over_those_read(case: Case):
+def test_non_padding_is_real_tokens_over_those_read(kind: str, case: Case):
+    found = plans(case.lengths, policy(kind, case.batch, micro=case.micro), case.ranks)
+    multiple = {"fixed": 1, "packing": 4, "dynamic": 3}[kind]
+
+    def read(p: Plan, parts: list[list[int]]) -> int:
+        filled = [[round_up(case.lengths[p.rows[i]], multiple) for i in part] for part in parts]
+        if kind == "packing":
+            return sum(map(sum, filled))
+        return sum(len(part) * max(part) for part in filled if part)
+
     real = sum(case.lengths)
-
-    def share(kind: str) -> float:
-        cfg = policy(kind, case.batch, micro=case.micro)
-        return plans(case.lengths, cfg, case.ranks)[0].efficiency["training_non_padding"]
-
-    rows = [case.lengths[at : at + case.micro] for at in range(0, len(case.lengths), case.micro)]
-    assert share("fixed") == pytest.approx(real / sum(len(x) * max(x) for x in rows))
-    assert share("packing") == pytest.approx(real / sum(round_up(n, 4) for n in case.lengths))
+    training = sum(read(p, [part for u in p.updates for part in u]) for p in found)
+    passes = sum(read(p, p.logprobs) for p in found)
+    for p in found:
+        assert p.efficiency["training_non_padding"] == pytest.approx(real / training)
+        assert p.efficiency["logprobs_non_padding"] == pytest.approx(real / passes)
 
 
 @given(lengths=st.lists(st.integers(1, 9), max_size=9), tokens=st.integers(9, 40))
