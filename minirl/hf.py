@@ -1,6 +1,11 @@
 """Checks on a model's folder that cost nothing, before anything expensive starts."""
 
+import difflib
+import hashlib
 import json
+import shutil
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,6 +84,63 @@ def model_facts(name: str) -> dict[str, Any]:
 
     found = cast(Any, AutoConfig.from_pretrained(name, trust_remote_code=False))
     return dict(found.to_dict())
+
+
+def with_overrides(name: str, overrides: Mapping[str, Any], root: Path) -> str:
+    """The same model with other fields in its config: a folder under `root`, which links its files.
+
+    The folder's name follows from the model and the overrides; it is made once, by whoever comes
+    first.
+
+    Raises:
+        ValueError: a field that configs of this kind of model do not have.
+    """
+    if not overrides:
+        return name
+    facts = model_facts(name)
+    known = _config_fields(facts) | facts.keys()
+    for key in overrides:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(
+                f"policy.hf_config_overrides.{key}: a config of {facts['model_type']!r} has no "
+                f"such field{hint}"
+            )
+    text = json.dumps([str(Path(name).resolve()), dict(overrides)], sort_keys=True)
+    folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if not folder.is_dir():
+        _link_with_config(_files_of(name), folder, {**facts, **overrides})
+    return str(folder)
+
+
+def _config_fields(facts: Mapping[str, Any]) -> set[str]:
+    from transformers import AutoConfig
+
+    default: Any = cast(Any, AutoConfig).for_model(facts["model_type"])
+    return set(default.to_dict())
+
+
+def _files_of(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    import huggingface_hub
+
+    download: Any = huggingface_hub.snapshot_download  # pyright: ignore[reportUnknownVariableType] # typed in part
+    return Path(download(name))
+
+
+def _link_with_config(source: Path, folder: Path, facts: Mapping[str, Any]) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=folder.parent))
+    for file in source.iterdir():
+        if file.name != "config.json":
+            (aside / file.name).symlink_to(file.resolve())
+    (aside / "config.json").write_text(json.dumps(facts, indent=1))
+    try:
+        aside.rename(folder)
+    except OSError:  # another process was faster, with the same content
+        shutil.rmtree(aside)
 
 
 def weight_files(name: str) -> list[list[str | int]]:

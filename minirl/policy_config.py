@@ -131,6 +131,8 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     """`policy`: model, batch sizes, optimizer, backend, generation."""
 
     model_name: str
+    hf_config_overrides: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of the model's Hugging Face config, in training and in the engine."""
     tokenizer: TokenizerConfig
     train_global_batch_size: Count = 512
     """Samples of one optimizer update, over all ranks."""

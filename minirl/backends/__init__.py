@@ -1,11 +1,15 @@
 """The choice of backend and engine from the config; each is imported only when it is chosen."""
 
+import os
+from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from minirl import megatron_auto
 from minirl.backend import Backend, TrainState
 from minirl.engine import Engine
-from minirl.hf import model_facts
+from minirl.hf import model_facts, with_overrides
 from minirl.megatron_fit import check_machine, check_model_rules, this_machine
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
@@ -24,6 +28,7 @@ def open_backend(
     Raises:
         ValueError: as the backend's own.
     """
+    cfg = with_own_config(cfg)
     match cfg:
         case PolicyConfig() if cfg.dtensor_cfg.enabled:
             from minirl.backends import dtensor
@@ -33,6 +38,15 @@ def open_backend(
             from minirl.backends import megatron
 
             return megatron.open_backend(cfg, axis, key, with_reference=with_reference)
+
+
+def with_own_config(cfg: PolicyConfig) -> PolicyConfig:
+    """The same policy, its model one whose config has the overrides in it."""
+    home = os.environ.get("HF_HOME", "").strip() or str(Path.home() / ".cache" / "huggingface")
+    name = with_overrides(
+        cfg.model_name, cfg.hf_config_overrides, Path(home).expanduser() / "minirl_overrides"
+    )
+    return structs.replace(cfg, model_name=name, hf_config_overrides={})
 
 
 def decided(cfg: PolicyConfig) -> PolicyConfig:
@@ -47,12 +61,15 @@ def check_policy(cfg: PolicyConfig) -> None:
 
     Raises:
         ValueError: an optimizer or a schedule does not exist or does not take its arguments; or
-            Megatron's settings do not fit the model, the machine or the installed packages.
+            the layout, overrides or Megatron's settings do not fit the model, the machine or the
+            installed packages.
     """
+    cfg = with_own_config(cfg)
     if cfg.dtensor_cfg.enabled:
-        from minirl.backends import optim
+        from minirl.backends import dtensor_setup, optim
 
         optim.check(cfg)
+        dtensor_setup.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name))
         return
     from minirl.backends import megatron_setup
 
@@ -71,6 +88,7 @@ def open_engine(cfg: PolicyConfig) -> Engine:
     Raises:
         ValueError: as the engine's own `open_engine`.
     """
+    cfg = with_own_config(cfg)
     match cfg.generation.backend:
         case "vllm":
             from minirl.backends import vllm

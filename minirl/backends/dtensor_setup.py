@@ -5,6 +5,8 @@ nearest neighbours. Parameters are sharded over shards and parts of a sequence t
 need all of them, and cut over parts of a layer.
 """
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -105,6 +107,31 @@ def _expert_mesh(keys: DTensorConfig, axis: Axis, device: torch.device) -> Devic
     return init_device_mesh(
         device.type, (axis.size // size, size), mesh_dim_names=("outside", "expert")
     )
+
+
+def check_layout(keys: DTensorConfig, facts: Mapping[str, Any]) -> None:
+    """Refuses a layout that the model, by its Hugging Face config `facts`, cannot be cut into.
+
+    Raises:
+        ValueError: no plan, or heads or experts that cannot be dealt out.
+    """
+    if keys.tensor_parallel_size > 1:
+        plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
+        plans.check_heads(SimpleNamespace(**facts), keys.tensor_parallel_size)
+    number = facts.get("num_experts", facts.get("num_local_experts", 0))
+    size = keys.expert_parallel_size
+    if size > 1 and (not number or number % size):
+        raise ValueError(
+            f"policy.dtensor_cfg.expert_parallel_size {size} does not divide the model's {number} "
+            "experts; set it to 1 or a divisor"
+        )
+    window = facts.get("sliding_window") if facts.get("use_sliding_window", True) else None
+    if window is not None and keys.context_parallel_size > 1:
+        raise ValueError(
+            f"policy.dtensor_cfg.context_parallel_size {keys.context_parallel_size}: the model "
+            f"attends to a window of {window} tokens, which rows that are cut over ranks have no "
+            "attention for; set it to 1"
+        )
 
 
 def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
