@@ -196,15 +196,3 @@ def data_parallel_size(cfg: MegatronConfig, num_ranks: int) -> int:
         f"{experts} and {model} ranks, or other sizes",
     )
     return num_ranks // model
-
-
-def length_unit(cfg: MegatronConfig) -> int:
-    """What lengths of sequences are filled up to a multiple of.
-
-    Every context-parallel rank has 2 chunks, and with sequence parallelism every tensor-parallel
-    rank an equal share of each.
-    """
-    tensor, context = cfg.tensor_model_parallel_size, cfg.context_parallel_size
-    chunks = 2 * context if context > 1 else 1
-    parallel = tensor > 1 if cfg.sequence_parallel is None else cfg.sequence_parallel
-    return chunks * tensor if parallel else chunks

@@ -200,8 +200,20 @@ def has_fixed_rows(policy: PolicyConfig) -> bool:
 
 
 def length_unit(policy: PolicyConfig) -> int:
-    """What the backend fills the length of a sequence up to a multiple of."""
-    return megatron_config.length_unit(policy.megatron_cfg) if policy.megatron_cfg.enabled else 1
+    """What the backend fills the length of a sequence up to a multiple of.
+
+    Every context-parallel rank has 2 chunks of it, and with sequence parallelism every
+    tensor-parallel rank an equal share of each.
+    """
+    megatron, dtensor = policy.megatron_cfg, policy.dtensor_cfg
+    if megatron.enabled:
+        tensor, context = megatron.tensor_model_parallel_size, megatron.context_parallel_size
+        shared = tensor > 1 if megatron.sequence_parallel is None else megatron.sequence_parallel
+    else:
+        tensor, context = dtensor.tensor_parallel_size, dtensor.context_parallel_size
+        shared = dtensor.sequence_parallel
+    unit = 2 * context if context > 1 else 1
+    return unit * tensor if shared else unit
 
 
 def multiples(number: int, unit: int) -> str:

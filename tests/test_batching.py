@@ -60,9 +60,8 @@ BATCHING: dict[str, dict[str, Any]] = {
 
 
 def run_of(kind: str) -> GrpoRun:
-    """A run whose plan is of this kind; packing needs another backend, but not for its plan."""
-    tree = MEGATRON if kind == "packing" else edited(MINIMAL, SGD)
-    return load_tree(edited(tree, {**SIZES, **BATCHING.get(kind, {})}))
+    """A run whose plan is of this kind, on the FSDP2 backend."""
+    return load_tree(edited(MINIMAL, {**SIZES, **SGD, **BATCHING.get(kind, {})}))
 
 
 def samples() -> list[Sample]:
@@ -88,12 +87,10 @@ def learnt(axis: Axis, model: str, kind: str, megatron: dict[str, Any] | None = 
     With `megatron`, keys of `policy.megatron_cfg`, on that backend.
     """
     run = run_of(kind)
-    policy = load_tree(edited(MINIMAL, {**SIZES, **SGD})).policy
     if megatron is not None:
         keys = {f"policy.megatron_cfg.{name}": x for name, x in {**PLAIN, **megatron}.items()}
         run = load_tree(edited(MEGATRON, {**SIZES, **BATCHING.get(kind, {}), **keys}))
-        policy = run.policy
-    policy = structs.replace(policy, model_name=model)
+    policy = structs.replace(run.policy, model_name=model)
     backend, state = open_backend(policy, axis, key_of(0), with_reference=True)
     before = exported(backend, state)
     on = replace(toy_parts(), backend=backend, cost=cost_of(model_facts(model)))

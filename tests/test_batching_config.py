@@ -8,9 +8,10 @@ from configs import MEGATRON, MINIMAL, edited, load_tree, message
 from test_layout import COST, KEY
 
 from minirl.algos.layout import Plan, plan_step
+from minirl.backends.row_layout import layout_of
 from minirl.config import check_launch
-from minirl.megatron_config import MegatronConfig, length_unit
 from minirl.parallel import Axis
+from minirl.policy_config import length_unit
 
 PACKED = "policy.sequence_packing.enabled=true"
 DYNAMIC = "policy.dynamic_batching.enabled=true"
@@ -76,7 +77,11 @@ RULES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["policy.sequence_packing.microbatch_order=packer"],
         ["policy.sequence_packing.microbatch_order", "longest samples run first"],
     ),
-    (MINIMAL, ["policy.dynamic_batching.train_mb_tokens=0"], ["policy.dynamic_batching.train_mb_tokens = 0"]),
+    (
+        MINIMAL,
+        ["policy.dynamic_batching.train_mb_tokens=0"],
+        ["policy.dynamic_batching.train_mb_tokens = 0"],
+    ),
 ]
 
 
@@ -94,6 +99,7 @@ def test_contradictions_are_refused_by_name(tree, overrides, parts):
         (MEGATRON, [PACKED, *VPP]),
         (MEGATRON, [DYNAMIC]),
         (MINIMAL, [DYNAMIC]),
+        (MINIMAL, [PACKED]),
         # Recipes inherit: without `enabled` the rest is not read.
         (MINIMAL, ["policy.sequence_packing.train_mb_tokens=1"]),
         (MINIMAL, ["policy.dynamic_batching.logprob_mb_tokens=1"]),
@@ -125,19 +131,21 @@ def test_the_sizes_of_micro_batches_need_no_interleaving_when_cut_by_tokens():
     check_launch(load_tree(MEGATRON, PACKED, *VPP, "policy.train_micro_batch_size=256"), 2)
 
 
+@pytest.mark.parametrize("tree", [MEGATRON, MINIMAL], ids=["megatron", "dtensor"])
 @pytest.mark.parametrize(
     ("tensor", "context", "parallel"), list(product((1, 2, 4), (1, 2, 3), (True, False, None)))
 )
-def test_lengths_are_filled_up_for_every_chunk_and_share(tensor, context, parallel):
-    if tensor == 1 and parallel:
+def test_lengths_are_filled_up_as_the_backends_fill_them(tree, tensor, context, parallel):
+    of_megatron = tree is MEGATRON
+    if (tensor == 1 and parallel) or (parallel is None and not of_megatron):
         return
-    cfg = MegatronConfig(
-        tensor_model_parallel_size=tensor, context_parallel_size=context, sequence_parallel=parallel
-    )
-    unit = length_unit(cfg)
-    assert unit % (2 * context if context > 1 else 1) == 0
-    shared = parallel or (parallel is None and tensor > 1)
-    assert unit == (2 * context if context > 1 else 1) * (tensor if shared else 1)
+    section = "megatron_cfg" if of_megatron else "dtensor_cfg"
+    key = "tensor_model_parallel_size" if of_megatron else "tensor_parallel_size"
+    sizes = {key: tensor, "context_parallel_size": context, "sequence_parallel": parallel}
+    run = load_tree(edited(tree, {f"policy.{section}.{k}": x for k, x in sizes.items()}))
+    shared = tensor > 1 if parallel is None else parallel
+    expected = layout_of(tensor, context, 0, packed=True, sequence_parallel=shared)
+    assert length_unit(run.policy) == expected.unit
 
 
 # ---- no key is without effect -------------------------------------------------------------------
