@@ -5,6 +5,7 @@ nearest neighbours. Parameters are sharded over shards and parts of a sequence t
 need all of them, and cut over parts of a layer.
 """
 
+import warnings
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -209,6 +210,8 @@ def document_attention(
 def shard_(model: Model, cfg: PolicyConfig, meshes: Meshes) -> None:
     """Cuts layers, shards parameters, moves everything to its device."""
     keys = cfg.dtensor_cfg
+    # Logits are a view of a DTensor's local part, and nothing here writes into them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if meshes.tensor is not None:
         _cut_(model, keys, meshes.tensor)
     layers = _layers(model)
