@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from msgspec import field
+
 from minirl.loader import Count, NonNegative, Section, refuse
 
 KEY = "policy.dtensor_cfg."
@@ -26,9 +28,9 @@ class LoraConfig(Section, frozen=True):
     """What they add is multiplied by alpha / dim."""
     dropout: NonNegative = 0.0
     """Zero: the same weights give the same log-probs before an update and in it."""
-    target_modules: list[str] = []
+    target_modules: list[str] = field(default_factory=list[str])
     """Layers by the ends of their names (`q_proj`, `layers.0.*`), if not all of them."""
-    exclude_modules: list[str] = []
+    exclude_modules: list[str] = field(default_factory=list[str])
     """Layers that are left as they are, by the same names."""
     match_all_linear: bool = True
     """Every linear layer but the output embedding."""

@@ -10,7 +10,7 @@ Packed rows, and rows that are cut over ranks, are attended to by an attention o
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -90,7 +89,8 @@ def open_backend(
 
     Every rank reads the whole model into host memory in float32 and keeps its shard; the
     device never holds more than one sharding unit in full. `with_reference` also keeps the
-    weights as loaded for `logprobs(..., "reference")`, as shards in host memory.
+    weights as loaded for `logprobs(..., "reference")`, as shards in host memory. With LoRA the
+    reference is the model without its adapters, and costs nothing.
 
     Collective: every rank of `axis` calls this.
 
@@ -219,21 +219,30 @@ def _on(device: torch.device, output: TokenOutput) -> TokenOutput:
 @contextmanager
 def _holding(trainer: Trainer, weights: Weights) -> Iterator[None]:
     """Puts the asked weights into the model for the duration."""
+    with nullcontext() if weights == "policy" else _reference(trainer):
+        try:
+            yield
+        finally:
+            # Without a backward the root would keep its gathered weights, blind to later changes.
+            for unit in units(trainer.model):
+                unit.reshard()
+
+
+@contextmanager
+def _reference(trainer: Trainer) -> Iterator[None]:
+    if trainer.lora is not None:
+        with dtensor_lora.adapters_off(trainer.model):
+            yield
+        return
+    if trainer.reference is None:
+        raise ValueError("no reference was loaded: open the backend with with_reference=True")
     parameters = list(trainer.parameters().values())
-    policy: list[Tensor] = []
-    if weights == "reference":
-        if trainer.reference is None:
-            raise ValueError("no reference was loaded: open the backend with with_reference=True")
-        policy = [_to_host(p) for p in parameters]
-        _copy_(parameters, trainer.reference)
+    policy = [_to_host(p) for p in parameters]
+    _copy_(parameters, trainer.reference)
     try:
         yield
     finally:
-        # Without a backward the root would keep its gathered weights, blind to later changes.
-        for unit in units(trainer.model):
-            unit.reshard()
-        if policy:
-            _copy_(parameters, policy)
+        _copy_(parameters, policy)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -303,16 +312,20 @@ def _export(state: State) -> Iterator[tuple[str, Tensor]]:
 
 
 def _weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in trainer.parameters().items():
-        yield from as_on_disk(trainer.model, name, _full(parameter.detach()))
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if trainer.lora is not None:
+        whole = dtensor_lora.merged(trainer.model)
+    else:
+        whole = ((name, dtensor_lora.full(p)) for name, p in trainer.parameters().items())
+    for name, weight in whole:
+        yield from as_on_disk(trainer.model, name, weight)
 
 
 def _save(state: State, folder: Path) -> None:
-    """See `Backend.save`."""
+    """See `Backend.save`.
+
+    With LoRA the folder holds the adapters and their optimizer, and not the weights below them,
+    which `policy.model_name` keeps; and the adapters once more, for peft to load.
+    """
     trainer = _current(state)
     values = {
         "step": state.step,
@@ -321,7 +334,10 @@ def _save(state: State, folder: Path) -> None:
         "key": state.key,
         "schedule": None if trainer.schedule is None else trainer.schedule.state_dict(),
         "optimizer": optim.settings(trainer.optimizer),
+        "lora": None if trainer.lora is None else trainer.lora.facts,
     }
+    if trainer.lora is not None:
+        dtensor_lora.save(folder, trainer.parameters(), trainer.lora, trainer.axis)
     shards.save(folder, trainer.parameters(), trainer.optimizer, values, trainer.axis)
 
 
@@ -329,11 +345,12 @@ def _load_(state: State, folder: Path) -> State:
     """See `Backend.load_`. The reference stays what it was.
 
     Raises:
-        ValueError: the folder holds no such checkpoint, or that of another model, schedule or
-            optimizer.
+        ValueError: the folder holds no such checkpoint, or that of another model, schedule,
+            optimizer or other adapters.
     """
     trainer = _current(state)
     values = shards.read_values(folder)
+    dtensor_lora.check_facts(folder, values.get("lora"), trainer.lora)
     if (values["schedule"] is None) != (trainer.schedule is None):
         raise ValueError(
             f"{str(folder)!r} was saved {'without' if trainer.schedule else 'with'} a schedule: "

@@ -3,7 +3,8 @@
 A plan gives modules a part: `column` and `row` are the two halves of a pair of linear layers (one
 sum over ranks a pair), `embedding` and `output` cut the vocabulary, `heads` are norms of single
 heads (whose gradient is a sum over the ranks' heads), `norm` the others, `block` what reads the
-whole sequence where the rest holds parts of it.
+whole sequence where the rest holds parts of it. Adapters add `summed`, `whole` and `spread`: see
+`dtensor_lora.cut_plan`.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthikanti et al. 2022
 (sequence parallelism), arXiv:2205.05198, section 4.2.
@@ -23,8 +24,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.distributed.tensor.placement_types import Placement
 
-Part: TypeAlias = Literal["column", "row", "embedding", "output", "heads", "norm", "block"]
+Part: TypeAlias = Literal[
+    "column", "row", "embedding", "output", "heads", "norm", "block", "summed", "whole", "spread"
+]
 Plan: TypeAlias = Mapping[str, Part]
 
 LAYER = "model.layers.*."
@@ -95,6 +99,9 @@ def styles(plan: Plan, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1)),
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
         "norm": SequenceParallel() if sequence_parallel else Whole(),
+        "summed": RowwiseParallel(),
+        "whole": Whole(),
+        "spread": Whole(stream if sequence_parallel else None),
     }
     gathered: Any = {"desired_input_layouts": (Replicate(),), "input_layouts": (Shard(1),)}
     by_name: Any = {
@@ -112,7 +119,15 @@ def styles(plan: Plan, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
 
 
 class Whole(ParallelStyle):
-    """A module that every rank computes in full, with its parameters as replicated DTensors."""
+    """A module that every rank computes in full, with its parameters as replicated DTensors.
+
+    It gives a plain tensor, or, with `output`, a DTensor that is placed like that.
+    """
+
+    def __init__(self, output: Placement | None = None) -> None:
+        """Keeps what is given."""
+        super().__init__()
+        self.output = output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def replicate(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
@@ -121,9 +136,13 @@ class Whole(ParallelStyle):
                 part.register_parameter(key, nn.Parameter(whole))
 
         def enter(part: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            if isinstance(inputs[0], DTensor):
+                return inputs[0].redistribute(placements=[Replicate()])
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
         def leave(part: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+            if self.output is not None:
+                return output.redistribute(placements=[self.output])
             return output.to_local(grad_placements=[Replicate()])
 
         untyped: Any = distribute_module

@@ -80,7 +80,8 @@ def load_(
     saved = {
         key: facts
         for key, facts in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(facts, TensorStorageMetadata)
+        # Other files of tensors may lie beside these.
+        if isinstance(facts, TensorStorageMetadata) and key.startswith((MODEL, OPTIMIZER))
     }
     _check_model(folder, {k: f.size for k, f in saved.items() if k.startswith(MODEL)}, parameters)
     tensors = {MODEL + name: p.detach() for name, p in parameters.items()}
