@@ -69,6 +69,7 @@ Contracts: records of functions, and what is built on them alone
     update.py                  one optimizer update: global counts, then additive losses
 
 Backends: the only mutable objects; each file alone imports its dependency
+    backends/hf_files.py       a model's own files of weights, and their names
     backends/norms.py          the gradient norm of sharded parameters
     backends/optim.py          optimizers and schedules by import path
     backends/shards.py         a sharded training state on disk
@@ -89,7 +90,6 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_ckpt.py  Core's sharded checkpoints
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout
-    backends/hf_files.py       a model's own files of weights, and their names
     backends/hf_generate.py    the oracle engine: slow and easy to check
     backends/vllm.py           vLLM inside every rank
     backends/__init__.py       the choice between them

@@ -29,8 +29,10 @@ TOO_SMALL: plans.Plan = {"model.norm": "norm"}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("layouts")
-    families = ("qwen3", "qwen3_moe")
-    return {family: save_model(root / family, family, **SIZES) for family in families}  # type: ignore[arg-type]
+    return {
+        "qwen3": save_model(root / "qwen3", "qwen3", **SIZES),
+        "qwen3_moe": save_model(root / "qwen3_moe", "qwen3_moe", **SIZES),
+    }
 
 
 def config(model: str, *, packed: bool = False, **dtensor: Any) -> PolicyConfig:
