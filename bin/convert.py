@@ -38,7 +38,7 @@ def to_hf(
         export.check_paths(checkpoint, out)
         with world() as axis:
             done = export.to_hugging_face(run.policy, checkpoint, out, axis, max_shard_size)
-    say(f"wrote {done.folder}: {done.num_bytes / 1e9:.3f} GB of weights")
+    say(f"wrote {done.folder}: {done.num_bytes / 1e6:,.1f} MB of weights")
     if done.untrained:
         say(f"  copied from {run.policy.model_name}, not trained: {', '.join(done.untrained)}")
 

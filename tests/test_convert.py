@@ -112,6 +112,7 @@ def test_a_model_comes_back_bit_for_bit(
     for file in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (found.folder / file).read_text() == (Path(models[name]) / file).read_text()
     assert not (tmp_path / "model.part").exists()
+    assert len({file.stat().st_mode for file in found.folder.iterdir()}) == 1, "who may read it"
 
 
 def transformers_logprobs(folder: Path) -> torch.Tensor:

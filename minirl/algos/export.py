@@ -128,6 +128,9 @@ def _write(
     save_torch_state_dict(whole, part, max_shard_size=max_shard_size, metadata={"format": "pt"})
     for file in sorted({f for pattern in COMPANIONS for f in source.glob(pattern)}):
         shutil.copyfile(file, part / file.name)
+    for file in part.iterdir():
+        # Files of weights are made as temporary ones, which nobody else may read.
+        file.chmod((part / "config.json").stat().st_mode)
     part.rename(folder)
     return Exported(folder, sum(x.numel() * x.element_size() for x in whole.values()), untrained)
 
