@@ -1,0 +1,105 @@
+"""What one rank holds during an update, by layout: bytes against the formula.
+
+    .venv/bin/python tests/bench/memory.py
+
+Of P parameters in float32, cut over TP ranks and sharded over the others: parameters, gradients
+and Adam's two moments take 4 P / ranks bytes each (norms stay whole under TP). What a layer keeps
+for backward is counted through autograd's own hooks, and shown against one rank's share of it.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+
+from backend_cases import Sample, make_rows, make_work  # noqa: E402
+from models import policy_config, save_model  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
+
+from minirl.backends import dtensor  # noqa: E402
+from minirl.backends.norms import local_shard  # noqa: E402
+from minirl.parallel import Axis  # noqa: E402
+from minirl.policy_config import DTensorConfig, OptimizerConfig  # noqa: E402
+from minirl.rng import key_of  # noqa: E402
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "one rank, activation checkpointing": (1, {"activation_checkpointing": True}),
+    "FSDP, 2 ranks": (2, {}),
+    "TP2": (2, {"tensor_parallel_size": 2}),
+    "TP2 + SP": (2, {"tensor_parallel_size": 2, "sequence_parallel": True}),
+    "CP2": (2, {"context_parallel_size": 2}),
+}
+SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 4}  # fmt: skip
+LENGTH, ROWS, VOCABULARY = 64, 8, 2048
+
+
+def measure(axis: Axis, model: str, keys: dict[str, Any]) -> dict[str, int]:
+    """Bytes on this rank, and the number of parameters of the whole model."""
+    cfg = policy_config(
+        model, dtensor_cfg=DTensorConfig(**keys), optimizer=OptimizerConfig(kwargs={"lr": 1e-3})
+    )
+    backend, state = dtensor.open_backend(cfg, axis, key_of(0))
+    trainer, data = state.model.trainer, backend.data_axis
+    each = ROWS // data.size
+    rows = [Sample(tuple(range(5, 5 + LENGTH)), (1e-3,) * (LENGTH - 1))] * each
+    work, kept = make_work(rows), dict[int, int]()
+    own = {local_shard(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        part = local_shard(x.detach())
+        if isinstance(part, AsyncCollectiveTensor):  # a collective that may still run
+            part = part.wait()
+        storage = part.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss, _ = work.loss(dtensor._view(trainer, make_rows(rows), work.head))
+    loss.backward()
+
+    def size(tensors: list[torch.Tensor]) -> int:
+        return sum(local_shard(x).numel() * x.element_size() for x in tensors)
+
+    parameters = list(trainer.model.parameters())
+    gradients = size([p.grad for p in parameters if p.grad is not None])
+    trainer.optimizer.step()
+    slots = [x for s in trainer.optimizer.state.values() for x in s.values() if x.dim()]
+    return {
+        "parameters": size(parameters),
+        "gradients": gradients,
+        "optimizer": size(slots),
+        "activations": sum(kept.values()),
+        "total": sum(p.numel() for p in parameters),
+    }
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = save_model(Path(folder), "llama", vocab=VOCABULARY, **SIZES)
+        rows: dict[str, dict[str, int]] = {}
+        for name, (ranks, keys) in LAYOUTS.items():
+            rows[name] = run_ranks(ranks, measure, model, keys)[0]
+    whole = rows["one rank"]["activations"]
+    print(f"{'MB on a rank (over the formula)':36}{'parameters':>14}{'gradients':>14}"
+          f"{'optimizer':>14}{'activations (share)':>22}")  # fmt: skip
+    for name, found in rows.items():
+        share = 4 * found["total"] / LAYOUTS[name][0]
+        cells = "".join(
+            f"{found[k] / 1e6:8.2f} ({found[k] / (share * n):4.2f})"
+            for k, n in (("parameters", 1), ("gradients", 1), ("optimizer", 2))
+        )
+        print(f"{name:36}{cells}{found['activations'] / 1e6:12.2f} "
+              f"({found['activations'] / whole:4.2f})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
