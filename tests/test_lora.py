@@ -30,6 +30,10 @@ ADAM = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}
 TOLERANCE = 1e-5
 
 
+WITH_OUTPUT = {"match_all_linear": False, "target_modules": ["*_proj", "lm_head"]}
+"""What is adapted where the output embedding is not tied."""
+
+
 def policy(model: str, lora: dict[str, Any] | None = None, **fields: Any) -> PolicyConfig:
     """A policy with adapters; `dtensor` are more keys of its backend."""
     keys = fields.pop("dtensor", {})
@@ -62,17 +66,18 @@ class Start(NamedTuple):
     """A model and the checkpoint to begin with."""
 
     model: str
+    lora: dict[str, Any]
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
     found = {}
-    for family in ("qwen3", "llama"):
+    for family, lora in (("qwen3", {}), ("llama", WITH_OUTPUT)):
         root = tmp_path_factory.mktemp(family)
-        start = Start(save_model(root / "model", family, **SIZES), root / "begin")
+        start = Start(save_model(root / "model", family, **SIZES), lora, root / "begin")
         start.folder.mkdir()
-        run_ranks(1, begin, policy(start.model), start.folder)
+        run_ranks(1, begin, policy(start.model, start.lora), start.folder)
         found[family] = start
     return found
 
@@ -118,7 +123,7 @@ LAYOUTS = [
 
 def train(axis: Axis, layout: Layout, start: Start) -> Run:
     packing = SequencePackingConfig(enabled=layout.packed)
-    cfg = policy(start.model, dtensor=layout.dtensor, sequence_packing=packing)
+    cfg = policy(start.model, start.lora, dtensor=layout.dtensor, sequence_packing=packing)
     backend, state = dtensor.open_backend(cfg, axis, key_of(7))
     state = backend.load_(state, start.folder)
     data, losses, norms = backend.data_axis, [], []
@@ -215,7 +220,7 @@ def references(axis: Axis, cfg: PolicyConfig, plain: PolicyConfig) -> list[int]:
     early, start = look(backend, state, "reference"), look(backend, state)
     for _ in range(3):
         state, _ = backend.update_(state, [make_work(make_samples(4))])
-    before, late, after = look(backend, state), look(backend, state, "reference"), None
+    before, late = look(backend, state), look(backend, state, "reference")
     after = look(backend, state)
     pairs = [(start, base), (early, base), (late, base), (before, after), (late, after)]
     return [int((a != b).sum()) for a, b in pairs]
@@ -283,7 +288,7 @@ def test_peft_loads_a_checkpoint_with_the_same_logprobs(
     solo: Axis, starts: dict[str, Start]
 ) -> None:
     start = starts["llama"]
-    backend, state = dtensor.open_backend(policy(start.model), solo, KEY)
+    backend, state = dtensor.open_backend(policy(start.model, start.lora), solo, KEY)
     state = backend.load_(state, start.folder)
     rows = make_rows(make_samples(1))
     (found,) = backend.logprobs(state, [rows], HEAD, "policy")
@@ -335,74 +340,3 @@ def test_a_checkpoint_of_other_adapters_or_another_base_is_refused(
         backend, state = dtensor.open_backend(cfg, solo, KEY)
         with pytest.raises(ValueError, match=message):
             backend.load_(state, start.folder)
-
-
-# ---- which layers, and how they begin -----------------------------------------------------------
-
-
-def chosen(model: Any, **keys: Any) -> list[str]:
-    return dtensor_lora.choose(model, LoraConfig(enabled=True, **keys))
-
-
-def test_layers_are_chosen_by_the_ends_of_their_names(starts: dict[str, Start]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(starts["llama"].model)
-    everywhere = chosen(model)
-    assert len(everywhere) == 2 * 7
-    assert "lm_head" not in everywhere
-    some = {"match_all_linear": False}
-    queries = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1)]
-    assert chosen(model, **some, target_modules=["q_proj"]) == queries
-    assert chosen(model, **some, target_modules=["0.self_attn.q_proj"]) == queries[:1]
-    assert chosen(model, **some, target_modules=["layers.1.*", "lm_head"])[-1] == "lm_head"
-    first = chosen(model, exclude_modules=["layers.1.*", "*_proj.nothing", "mlp.*"][::2])
-    assert first == [name for name in everywhere if "layers.0.self_attn" in name]
-
-
-def test_names_that_fit_nothing_and_tied_embeddings_are_refused(starts: dict[str, Start]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(starts["qwen3"].model)
-    some = {"match_all_linear": False}
-    for keys, message in (
-        ({**some, "target_modules": ["proj"]}, r"target_modules: 'proj' fits no linear layer"),
-        ({"exclude_modules": ["norm"]}, r"exclude_modules: 'norm' fits no linear layer"),
-        ({"exclude_modules": ["*"]}, "leaves no layer"),
-        ({**some, "target_modules": ["lm_head"]}, "'lm_head' is tied to the input embedding"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            chosen(model, **keys)
-
-
-def test_contradictions_are_refused_where_lora_is_on() -> None:
-    for keys, message in (
-        ({"dropout": 0.1}, "dropout 0.1 would give an update other log-probs"),
-        ({"target_modules": ["q_proj"]}, "no effect with match_all_linear: true"),
-        ({"match_all_linear": False}, "no layer is adapted"),
-    ):
-        LoraConfig(**keys)
-        with pytest.raises(ValueError, match=message):
-            LoraConfig(enabled=True, **keys)
-    with pytest.raises(ValueError, match="LoRA is of this backend only"):
-        DTensorConfig(enabled=False, lora_cfg=LoraConfig(enabled=True))
-
-
-def test_adapters_begin_alike_for_a_key_whatever_was_drawn_before(
-    solo: Axis, starts: dict[str, Start]
-) -> None:
-    def begun(key: int, **lora: Any) -> dict[str, Tensor]:
-        torch.rand(1)
-        cfg = policy(starts["qwen3"].model, lora)
-        return full_adapters(dtensor.open_backend(cfg, solo, key_of(key))[1])
-
-    one, again, other, uniform = begun(0), begun(0), begun(1), begun(0, lora_A_init="uniform")
-    for name, value_ in one.items():
-        assert torch.equal(value_, again[name])
-        if "lora_B" in name:
-            assert not value_.any()
-        else:
-            rank, width = value_.shape
-            assert not torch.equal(value_, other[name])
-            assert float(value_.std()) == pytest.approx((2 / (rank + width)) ** 0.5, rel=0.2)
-            assert float(uniform[name].abs().max()) == pytest.approx(width**-0.5, rel=0.1)

@@ -65,7 +65,7 @@ def attach_(model: Any, cfg: PolicyConfig, key: Key) -> Lora | None:
         r=keys.dim,
         lora_alpha=keys.alpha,
         target_modules=layers,
-        lora_dropout=0.0,
+        lora_dropout=keys.dropout,
         task_type="CAUSAL_LM",
         base_model_name_or_path=cfg.model_name,
     )
@@ -136,7 +136,7 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.blake2b(repr(sorted(facts)).encode(), digest_size=16).hexdigest()
 
 
-def adapted(model: nn.Module) -> dict[str, Any]:
+def adapted(model: Any) -> dict[str, Any]:
     """The layers with adapters, by name."""
     from peft.tuners.lora import LoraLayer
 
@@ -166,7 +166,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def cut_plan(plan: Plan, model: nn.Module) -> Plan:
+def cut_plan(plan: Plan, model: Any) -> Plan:
     """The plan by the names of this model's modules, adapters included.
 
     Columns: A in full on every rank, B cut as W is. Rows: A cut as W is, its product summed over
@@ -175,21 +175,23 @@ def cut_plan(plan: Plan, model: nn.Module) -> Plan:
     layers = adapted(model)
     found: dict[str, Part] = {}
     for name, _ in model.named_modules():
-        part = next((p for pattern, p in plan.items() if _same(name, pattern)), None)
-        if part is None:
-            continue
-        if name not in layers:
+        part = _part(name, plan)
+        if part is not None and name in layers:
+            found[f"{name}.base_layer"] = part
+            found[f"{name}.lora_A.{NAME}"] = "summed" if part == "row" else "whole"
+            found[f"{name}.lora_B.{NAME}"] = "spread" if part == "row" else "column"
+        elif part is not None:
             found[name] = part
-            continue
-        a, b = f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
-        found[f"{name}.base_layer"] = part
-        found[a], found[b] = ("summed", "spread") if part == "row" else ("whole", "column")
     return found
 
 
-def _same(name: str, pattern: str) -> bool:
-    steps, wanted = name.split("."), pattern.split(".")
-    return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
+def _part(name: str, plan: Plan) -> Part | None:
+    steps = name.split(".")
+    for pattern, part in plan.items():
+        wanted = pattern.split(".")
+        if len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted)):
+            return part
+    return None
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -226,14 +228,14 @@ def save(folder: Path, adapters: Mapping[str, Tensor], lora: Lora, axis: Axis) -
 
     Collective: every rank of `axis` calls this.
     """
-    from safetensors.torch import save_file
+    from safetensors import torch as safetensors
 
     tensors = {
         f"base_model.model.{name.replace(f'.{NAME}.', '.')}": full(p).cpu().contiguous()
         for name, p in adapters.items()
     }
     if axis.rank == 0:
-        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+        safetensors.save_file(tensors, folder / FILE, metadata={"format": "pt"})
         lora.config.save_pretrained(str(folder))
 
 
