@@ -87,6 +87,7 @@ def load_(folder: Path, built: Built) -> dict[str, Any]:
                 f"{str(folder)!r} was saved with the {name} {was}, not {here[name]}: set "
                 f"policy.megatron_cfg.{key} as it was, or start a new run"
             )
+    _start_(built.optimizer)
     read = read_tensors(folder, _state(built, loading=True))
     _load_models_(built.chunks, read)
     built.optimizer.load_state_dict(read["optimizer"])
@@ -106,12 +107,22 @@ def _state(built: Built, *, loading: bool) -> dict[str, Any]:
 def _start_(optimizer: Any) -> None:
     """Gives an optimizer that took no step yet the moments that its first step begins with.
 
-    Core makes them in the first step, and cannot save an optimizer without.
+    Core makes them in the first step, cannot save or load an optimizer without, and knows no way
+    to make those of SGD.
     """
     chained = isinstance(optimizer, core("optimizer.optimizer").ChainedOptimizer)
     for part in optimizer.chained_optimizers if chained else [optimizer]:
-        if part.init_state_fn is not None and not part.optimizer.state:
+        part.init_state_fn = part.init_state_fn or _start_sgd_
+        if not part.optimizer.state:
             part.init_state_fn(part.optimizer, part.config)
+
+
+def _start_sgd_(optimizer: Any, config: Any = None) -> None:
+    del config  # Core gives it
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if group["momentum"] and not optimizer.state[parameter]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def model_state(chunks: Sequence[Chunk]) -> dict[str, Any]:
