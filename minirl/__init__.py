@@ -95,7 +95,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/__init__.py       the choice between them
 
 Algorithms: the steps and the loop
-    algos/layout.py            which rank trains which rows
+    algos/layout.py            which rank trains which rows, in which micro-batches
     algos/sft.py               supervised fine-tuning
     algos/collect.py           the samples of a step
     algos/evaluate.py          accuracy on held-out problems

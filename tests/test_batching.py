@@ -135,6 +135,7 @@ LAYOUTS: list[tuple[str, int, dict[str, Any]]] = [
     ("packing", 2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     ("packing", 2, {"context_parallel_size": 2}),
     ("dynamic", 2, {"tensor_model_parallel_size": 2}),
+    ("dynamic", 2, {"pipeline_model_parallel_size": 2}),
 ]
 
 
