@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from backend_cases import Sample, by_expert, exported, make_samples, make_work, split
+from lora_cases import ADAM, Start, full_adapters, load_peft, lora_keys
 from models import policy_config
 from torch import Tensor
 
@@ -21,7 +22,6 @@ from minirl.policy_config import DTensorConfig, OptimizerConfig, PolicyConfig, S
 from minirl.rng import key_of
 
 STEPS, SAMPLES, CLIP = 3, 8, 1.0
-ADAM = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6}
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 """What every layout divides."""
 
@@ -38,6 +38,7 @@ class Layout:
     """Keys of `policy.dtensor_cfg`, of the FSDP2 backend."""
     family: str = "qwen3"
     sharded_optimizer: bool = True
+    lora: bool = False
 
 
 def tp(size: int = 2, **more: Any) -> dict[str, Any]:
@@ -56,12 +57,13 @@ OVERLAP = {
     )
 }
 
-EP2 = {"expert_parallel_size": 2}
+MOVING = {"freeze_moe_router": False}
+EP2 = {"expert_parallel_size": 2, **MOVING}
 TP2, CP2 = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
 
 LAYOUTS = [
     Layout("FSDP2", 2),
-    Layout("FSDP2, MoE", 2, family="qwen3_moe"),
+    Layout("FSDP2, MoE", 2, dtensor=MOVING, family="qwen3_moe"),
     Layout("FSDP2, activation checkpointing", 2, dtensor={"activation_checkpointing": True}),
     Layout("FSDP2, cpu_offload, 1 rank", 1, dtensor={"cpu_offload": True}),
     Layout("FSDP2 TP2", 2, dtensor=TP2),
@@ -79,6 +81,24 @@ LAYOUTS = [
         4,
         dtensor={**CP2, "activation_checkpointing": True},
     ),
+    Layout("FSDP2, LoRA", 2, lora=True),
+    Layout("FSDP2 TP2, LoRA", 2, dtensor=TP2, lora=True),
+    Layout(
+        "FSDP2 TP2 + SP, untied, LoRA",
+        2,
+        dtensor={**TP2, "sequence_parallel": True},
+        family="llama",
+        lora=True,
+    ),
+    Layout(
+        "FSDP2 CP2, activation checkpointing, LoRA",
+        2,
+        dtensor={**CP2, "activation_checkpointing": True},
+        lora=True,
+    ),
+    Layout("FSDP2 EP2 (MoE), LoRA", 2, dtensor=EP2, family="qwen3_moe", lora=True),
+    Layout("FSDP2 HSDP 2x2, LoRA", 4, dtensor={"dp_replicate_size": 2}, lora=True),
+    Layout("FSDP2 TP2 x DP2, LoRA", 4, dtensor=TP2, lora=True),
     Layout("Megatron", 1, {}),
     Layout("DP2, distributed optimizer", 2, {}),
     Layout("DP2, whole optimizer", 2, {}, sharded_optimizer=False),
@@ -108,6 +128,7 @@ class Run(NamedTuple):
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    """With adapters: merged into the others, and by themselves."""
 
 
 class Errors(NamedTuple):
@@ -118,15 +139,15 @@ class Errors(NamedTuple):
     weights: float
 
 
-def policy(layout: Layout, model: str, *, packed: bool) -> PolicyConfig:
+def policy(layout: Layout, start: Start, *, packed: bool) -> PolicyConfig:
     """The config of a row."""
     fields: dict[str, Any] = {"max_grad_norm": CLIP}
     if layout.megatron is None:
-        kwargs = {**ADAM, "betas": list(ADAM["betas"]), "weight_decay": 0.0}
+        keys = DTensorConfig(**layout.dtensor)
         return policy_config(
-            model,
-            optimizer=OptimizerConfig(kwargs=kwargs),
-            dtensor_cfg=DTensorConfig(**layout.dtensor),
+            start.model,
+            optimizer=OptimizerConfig(kwargs=ADAM),
+            dtensor_cfg=lora_keys(start.lora, **layout.dtensor) if layout.lora else keys,
             sequence_packing=SequencePackingConfig(enabled=packed),
             **fields,
         )
@@ -140,7 +161,7 @@ def policy(layout: Layout, model: str, *, packed: bool) -> PolicyConfig:
         use_distributed_optimizer=layout.sharded_optimizer,
     )
     return policy_config(
-        model,
+        start.model,
         optimizer=None,
         dtensor_cfg=DTensorConfig(enabled=False),
         sequence_packing=SequencePackingConfig(enabled=packed),
@@ -153,10 +174,12 @@ def samples_of(step: int) -> list[Sample]:
     return make_samples(SAMPLES, seed=step, longest=14)
 
 
-def run_layout(axis: Axis, layout: Layout, model: str, *, packed: bool) -> Run:
+def run_layout(axis: Axis, layout: Layout, start: Start, *, packed: bool) -> Run:
     """The updates, on this rank's share. Collective."""
-    cfg = policy(layout, model, packed=packed)
+    cfg = policy(layout, start, packed=packed)
     backend, state = open_backend(cfg, axis, key_of(0))
+    if layout.lora:
+        state = backend.load_(state, start.folder)
     data = backend.data_axis
     losses, norms = [], []
     for step in range(STEPS):
@@ -169,34 +192,42 @@ def run_layout(axis: Axis, layout: Layout, model: str, *, packed: bool) -> Run:
         metrics = reduce_metrics(metrics, data)
         losses.append(value(metrics["loss"]))
         norms.append(value(metrics["grad_norm"]))
-    return Run(losses, norms, exported(backend, state))
+    adapters = full_adapters(state) if layout.lora else {}
+    return Run(losses, norms, {**exported(backend, state), **adapters})
 
 
-def oracle(model_name: str) -> Run:
-    """The same by transformers and torch, one unpadded row at a time."""
+def oracle(start: Start, *, lora: bool) -> Run:
+    """The same by transformers, peft and torch, one unpadded row at a time."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32)
-    model.get_input_embeddings().padding_idx = None
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, **ADAM)
+    if lora:
+        model = load_peft(start, trained=True)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32)
+        model.get_input_embeddings().padding_idx = None
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), **ADAM)
     losses, norms = [], []
     for step in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
         for sample in samples_of(step):
             tokens = torch.tensor([sample.tokens])
-            logs = model(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
+            logs = model(input_ids=tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
             chosen = logs.gather(-1, tokens[0, 1:, None])[:, 0]
             loss = -(chosen * torch.tensor(sample.weights)).sum()
             loss.backward()
             total += float(loss.detach())
-        squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
+        squares = sum(float(p.grad.double().square().sum()) for p in trained.values())
         norms.append(math.sqrt(squares))
-        for parameter in model.parameters():
+        for parameter in trained.values():
             parameter.grad.mul_(min(1.0, CLIP / norms[-1]))
         optimizer.step()
         losses.append(total)
-    weights = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {n.removeprefix("base_model.model."): p.detach() for n, p in trained.items()}
+    if lora:
+        merged = model.merge_and_unload()
+        weights |= {name: p.detach() for name, p in merged.named_parameters()}
     return Run(losses, norms, by_expert(weights))
 
 

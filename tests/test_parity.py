@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from models import save_model
+from lora_cases import Start, make_start
 from parity import LAYOUTS, SIZES, Errors, Layout, Run, errors, oracle, run_layout
 from ranks import run_ranks
 
@@ -18,14 +18,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Run]]:
-    """Of each family: its checkpoint, and what the oracle makes of it."""
-    found = {}
-    for family in sorted({layout.family for layout in LAYOUTS}):
-        folder = tmp_path_factory.mktemp("parity") / family
-        model = save_model(folder, family, **SIZES)
-        found[family] = (model, oracle(model))
-    return found
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Start]:
+    """A checkpoint of each family, and adapters of it."""
+    families = sorted({layout.family for layout in LAYOUTS})
+    roots = {family: tmp_path_factory.mktemp(family) for family in families}
+    return {f: run_ranks(1, make_start, root, f, **SIZES)[0] for f, root in roots.items()}
+
+
+@pytest.fixture(scope="module")
+def expected(starts: dict[str, Start]) -> dict[tuple[str, bool], Run]:
+    """What the oracle makes of each family, with adapters or without."""
+    kinds = sorted({(layout.family, layout.lora) for layout in LAYOUTS})
+    return {(family, lora): oracle(starts[family], lora=lora) for family, lora in kinds}
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +55,20 @@ def markdown(rows: dict[str, dict[bool, Errors]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def job(axis: Axis, layout: Layout, model: str, *, packed: bool) -> Run:
-    return run_layout(axis, layout, model, packed=packed)
+def job(axis: Axis, layout: Layout, start: Start, *, packed: bool) -> Run:
+    return run_layout(axis, layout, start, packed=packed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_layout_equals_one_process(
     layout: Layout,
-    expected: dict[str, tuple[str, Run]],
+    starts: dict[str, Start],
+    expected: dict[tuple[str, bool], Run],
     table: dict[str, dict[bool, Errors]],
 ) -> None:
-    model, wanted = expected[layout.family]
+    wanted = expected[layout.family, layout.lora]
     for packed in (False, True):
-        runs = run_ranks(layout.ranks, job, layout, model, packed=packed)
+        runs = run_ranks(layout.ranks, job, layout, starts[layout.family], packed=packed)
         for run in runs:
             found = errors(run, wanted)
             assert max(found) < TOLERANCE, (layout.name, packed, found)
