@@ -71,10 +71,6 @@ RULES: list[tuple[list[str], list[str]]] = [
         ["yaml: policy.dtensor_cfg.enabled is True and policy.megatron_cfg.enabled True"],
     ),
     (["policy.optimizer=null"], ["yaml: policy.optimizer is null", "{kwargs: {lr: 5e-6}}"]),
-    (
-        ["policy.sequence_packing.enabled=true"],
-        ["policy.sequence_packing.enabled is true", "needs policy.megatron_cfg.enabled"],
-    ),
     (["policy.optimizer.kwargs={}"], ["policy.optimizer: kwargs has no lr"]),
     (["policy.optimizer.kwargs.lr=-1e-6"], ["policy.optimizer: kwargs.lr is -1e-06", ">= 0"]),
     (["policy.optimizer.kwargs.lr='1e-6'"], ["kwargs.lr is '1e-6'; a learning rate is a number"]),

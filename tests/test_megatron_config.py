@@ -70,12 +70,6 @@ def test_nothing_in_the_section_counts_while_it_is_disabled():
     )
 
 
-def test_packing_is_megatrons():
-    assert load_tree(MEGATRON, "policy.sequence_packing.enabled=true")
-    text = message(MINIMAL, "policy.sequence_packing.enabled=true")
-    assert starts(text, "policy.sequence_packing.enabled")
-
-
 # ---- names that are no keys ---------------------------------------------------------------------
 
 
