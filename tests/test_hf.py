@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minirl.hf import check_model, end_token_ids, model_facts
+from minirl.hf import check_model, end_token_ids, model_facts, weight_files
 
 
 @pytest.fixture
@@ -95,3 +95,20 @@ def test_without_a_generation_config_the_config_does(model: Path):
 
 def test_the_facts_of_a_model_are_its_config(model: Path):
     assert model_facts(str(model)) == {"model_type": "qwen3", "eos_token_id": 7}
+
+
+def test_a_model_on_the_hub_is_known_by_the_revision_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert weight_files("some/model") == [["some/model", "not cached"]]
+    model = tmp_path / "models--some--model"
+    (model / "refs").mkdir(parents=True)
+    for revision in ("abc", "def"):
+        (model / "snapshots" / revision).mkdir(parents=True)
+        (model / "snapshots" / revision / "config.json").touch()
+    for revision in ("abc", "def"):
+        (model / "refs" / "main").write_text(revision)
+        assert weight_files("some/model") == [["some/model", revision]]
