@@ -72,6 +72,8 @@ class DTensorConfig(Section, frozen=True):
     """Between the cut layers hold parts of the sequence, not all of it on every rank."""
     custom_parallel_plan: str | None = None
     """The import path (`package.module:NAME`) of a plan for tensor parallelism."""
+    freeze_moe_router: bool = True
+    """Leave a mixture's routers as they were loaded, as Megatron's backend does."""
     activation_checkpointing: bool = False
     """Keep the inputs of layers only, and compute the rest again in backward."""
     cpu_offload: bool = False

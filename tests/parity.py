@@ -139,15 +139,17 @@ class Errors(NamedTuple):
     weights: float
 
 
-def policy(layout: Layout, start: Start, *, packed: bool) -> PolicyConfig:
+def policy(
+    layout: Layout, model: str, *, packed: bool, lora: dict[str, Any] | None = None
+) -> PolicyConfig:
     """The config of a row."""
     fields: dict[str, Any] = {"max_grad_norm": CLIP}
     if layout.megatron is None:
         keys = DTensorConfig(**layout.dtensor)
         return policy_config(
-            start.model,
+            model,
             optimizer=OptimizerConfig(kwargs=ADAM),
-            dtensor_cfg=lora_keys(start.lora, **layout.dtensor) if layout.lora else keys,
+            dtensor_cfg=lora_keys(lora, **layout.dtensor) if layout.lora else keys,
             sequence_packing=SequencePackingConfig(enabled=packed),
             **fields,
         )
@@ -161,7 +163,7 @@ def policy(layout: Layout, start: Start, *, packed: bool) -> PolicyConfig:
         use_distributed_optimizer=layout.sharded_optimizer,
     )
     return policy_config(
-        start.model,
+        model,
         optimizer=None,
         dtensor_cfg=DTensorConfig(enabled=False),
         sequence_packing=SequencePackingConfig(enabled=packed),
@@ -176,7 +178,7 @@ def samples_of(step: int) -> list[Sample]:
 
 def run_layout(axis: Axis, layout: Layout, start: Start, *, packed: bool) -> Run:
     """The updates, on this rank's share. Collective."""
-    cfg = policy(layout, start, packed=packed)
+    cfg = policy(layout, start.model, packed=packed, lora=start.lora)
     backend, state = open_backend(cfg, axis, key_of(0))
     if layout.lora:
         state = backend.load_(state, start.folder)

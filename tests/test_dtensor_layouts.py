@@ -188,6 +188,22 @@ def test_experts_are_exported_one_by_one_as_on_disk(models: dict[str, str]) -> N
         assert found == {name: tuple(x.shape) for name, x in disk.items()}
 
 
+def still(axis: Axis, cfg: PolicyConfig) -> set[str]:
+    """Tensors that an update leaves as they are."""
+    backend, state = open_backend(cfg, axis, key_of(0))
+    before = exported(backend, state)
+    state, _ = backend.update_(state, [make_work(make_samples(4))])
+    return {k for k, x in exported(backend, state).items() if torch.equal(x, before[k])}
+
+
+@pytest.mark.slow
+def test_the_router_is_frozen_unless_asked(models: dict[str, str]) -> None:
+    for frozen in (True, False):
+        [found] = run_ranks(1, still, config(models["qwen3_moe"], freeze_moe_router=frozen))
+        assert found == {n for n in found if n.endswith("mlp.gate.weight")}
+        assert bool(found) == frozen
+
+
 def half(axis: Axis, cfg: PolicyConfig) -> float:
     from minirl.metrics import value
 

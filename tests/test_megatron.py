@@ -30,6 +30,7 @@ from minirl.metrics import value, values
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
+from minirl.types import Rows
 
 pytestmark = pytest.mark.slow
 
@@ -341,3 +342,25 @@ def test_json_values_are_all_that_is_kept_beside_tensors(
     facts = json.loads((tmp_path / "state.json").read_text())
     assert facts["step"] == 3
     assert facts["cursor"] == 12
+
+
+# ---- long sequences -----------------------------------------------------------------------------
+
+
+def long_row(axis: Axis, cfg: PolicyConfig) -> torch.Tensor:
+    backend, state = open_backend(cfg, axis, key_of(0))
+    tokens = torch.randint(2, 60, (1, 16384), generator=torch.Generator().manual_seed(0))
+    rows = Rows(tokens, torch.tensor([16384 - 5]))
+    return backend.logprobs(state, [rows], TokenHead(), "policy")[0].logprobs
+
+
+def test_sixteen_thousand_tokens_cut_over_two_ranks(models: dict[str, str]) -> None:
+    import msgspec
+
+    def long(**keys: Any) -> PolicyConfig:
+        cfg = config(models["qwen3"], packed=True, **keys)
+        return msgspec.structs.replace(cfg, max_total_sequence_length=16384)
+
+    [whole] = run_ranks(1, long_row, long())
+    for found in run_ranks(2, long_row, long(**CP2)):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)

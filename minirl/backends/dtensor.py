@@ -315,7 +315,7 @@ def _weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
     if trainer.lora is not None:
         whole = dtensor_lora.merged(trainer.model)
     else:
-        whole = ((name, dtensor_lora.full(p)) for name, p in trainer.parameters().items())
+        whole = ((name, dtensor_lora.full(p)) for name, p in trainer.model.named_parameters())
     for name, weight in whole:
         yield from as_on_disk(trainer.model, name, weight)
 

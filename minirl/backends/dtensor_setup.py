@@ -5,6 +5,7 @@ nearest neighbours. Parameters are sharded over shards and parts of a sequence t
 need all of them, and cut over parts of a layer.
 """
 
+import re
 import warnings
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ from minirl.policy_config import PolicyConfig
 # reduce-scatters would cost latency (a third of an update of 2 small layers over gloo) and
 # save no memory worth the name.
 UNIT_PARAMETERS = 2**20
+ROUTER = re.compile(r"\.(gate|router)\.weight$")
+"""What the weights of a mixture's routers are called."""
 ATTENTION = "minirl_documents"
 """What our attention is called among transformers' implementations."""
 
@@ -160,6 +163,9 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
     # padding token, often also the end token, would get no gradient.
     model.get_input_embeddings().padding_idx = None
     model.eval()
+    if cfg.dtensor_cfg.freeze_moe_router:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(ROUTER.search(name) is None)
     if needs_own_attention(meshes):
         cast(Any, AttentionInterface).register(ATTENTION, document_attention)
         model.set_attn_implementation(ATTENTION)

@@ -71,7 +71,7 @@ def _import_without_transformer_engine(model_type: str) -> Any:
     importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
     importlib.import_module("megatron.core.transformer.moe.moe_utils")
     # Bridge reports each optional import that fails, with its traceback.
-    logging.getLogger(f"{ROOT}.utils.import_utils").setLevel(logging.CRITICAL)
+    logging.getLogger(f"{ROOT}.utils.import_utils").addFilter(lambda _: False)
     with _transformer_engine_by_name():
         importlib.import_module(f"{ROOT}.peft.lora_layers")
     auto = importlib.import_module(f"{ROOT}.models.conversion.auto_bridge")
