@@ -355,11 +355,13 @@ def long_row(axis: Axis, cfg: PolicyConfig) -> torch.Tensor:
 
 
 def test_sixteen_thousand_tokens_cut_over_two_ranks(models: dict[str, str]) -> None:
-    import msgspec
+    from msgspec.structs import replace
 
     def long(**keys: Any) -> PolicyConfig:
         cfg = config(models["qwen3"], packed=True, **keys)
-        return msgspec.structs.replace(cfg, max_total_sequence_length=16384)
+        engine = replace(cfg.generation.vllm_cfg, max_model_len=16384)
+        generation = replace(cfg.generation, vllm_cfg=engine)
+        return replace(cfg, max_total_sequence_length=16384, generation=generation)
 
     [whole] = run_ranks(1, long_row, long())
     for found in run_ranks(2, long_row, long(**CP2)):

@@ -14,19 +14,18 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT.parent)]
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from backend_cases import Sample, make_rows, make_work  # noqa: E402
-from models import policy_config, save_model  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-from torch.distributed._functional_collectives import AsyncCollectiveTensor  # noqa: E402
+from backend_cases import Sample, make_rows, make_work
+from models import policy_config, save_model
+from ranks import run_ranks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from minirl.backends import dtensor  # noqa: E402
-from minirl.backends.norms import local_shard  # noqa: E402
-from minirl.parallel import Axis  # noqa: E402
-from minirl.policy_config import DTensorConfig, OptimizerConfig  # noqa: E402
-from minirl.rng import key_of  # noqa: E402
+from minirl.backends import dtensor
+from minirl.backends.norms import local_shard
+from minirl.parallel import Axis
+from minirl.policy_config import DTensorConfig, OptimizerConfig
+from minirl.rng import key_of
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {}),
