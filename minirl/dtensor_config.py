@@ -33,7 +33,7 @@ class LoraConfig(Section, frozen=True):
     exclude_modules: list[str] = field(default_factory=list[str])
     """Layers that are left as they are, by the same names."""
     match_all_linear: bool = True
-    """Every linear layer but the output embedding."""
+    """Every linear layer but the output embedding; experts of a mixture are none."""
     lora_A_init: Literal["xavier", "uniform"] = "xavier"  # noqa: N815 (NeMo-RL's name)
     """Normal (Glorot & Bengio 2010) or uniform (He et al. 2015, with a = sqrt 5)."""
 
@@ -97,6 +97,11 @@ class DTensorConfig(Section, frozen=True):
             self.lora_cfg.enabled and not self.enabled,
             "lora_cfg.enabled is true, but enabled is false; LoRA is of this backend only: enable "
             "it, or switch LoRA off",
+        )
+        refuse(
+            self.lora_cfg.enabled and not self.freeze_moe_router,
+            "freeze_moe_router: false has no effect with lora_cfg.enabled, which freezes whatever "
+            "is no adapter; set one of the two to its default",
         )
         for name, given in (
             ("sequence_parallel", self.sequence_parallel),

@@ -144,6 +144,8 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     precision: Literal["float32", "bfloat16"] = "bfloat16"
     """Of forward and backward; masters are float32. (float16 would need loss scaling.)"""
     max_grad_norm: Positive | None = 1.0
+    offload_optimizer_for_logprob: bool = False
+    """Keep the optimizer's state in host memory while log-probs are taken (dtensor backend)."""
     dtensor_cfg: DTensorConfig = DTensorConfig()
     megatron_cfg: MegatronConfig = MegatronConfig()
     """Exactly one of the two backends is enabled."""
@@ -283,5 +285,11 @@ def _check_backend(policy: PolicyConfig) -> None:
             f"policy.megatron_cfg.enabled; set policy.megatron_cfg.{key} instead (a recipe that "
             f"inherits policy.{key} writes `{key}: null`)",
         )
+    refuse(
+        megatron and policy.offload_optimizer_for_logprob,
+        "policy.offload_optimizer_for_logprob is true, but under policy.megatron_cfg.enabled "
+        "Megatron Core owns where its optimizer's state lives; use policy.megatron_cfg.optimizer."
+        "optimizer_cpu_offload, or set it to false",
+    )
     if megatron:
         check_rules(policy.megatron_cfg, policy.precision)

@@ -71,6 +71,12 @@ def test_what_has_no_effect_or_excludes_itself_is_refused(
         DTensorConfig(**keys)
 
 
+def test_under_megatron_core_owns_the_optimizers_state() -> None:
+    cfg = policy(Layout("", 1, {}), "model", packed=False)
+    with pytest.raises(ValueError, match=r"policy.offload_optimizer_for_logprob is true, but"):
+        msgspec.structs.replace(cfg, offload_optimizer_for_logprob=True)
+
+
 # ---- plans --------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from minirl.backend import TokenHead, TokenOutput, after_draw
-from minirl.backends import dtensor
+from minirl.backends import dtensor, optim
+from minirl.backends.norms import local_shard
 from minirl.metrics import value, values
 from minirl.parallel import SOLO, Axis
 from minirl.policy_config import OptimizerConfig, PolicyConfig, ScheduleConfig
@@ -278,6 +279,24 @@ def test_low_precision_computes_low_and_keeps_float32_masters(solo, folders, nam
     moved = (after[name] - before[name]).abs()
     assert after[name].dtype == torch.float32
     assert (moved > 0.5e-6).float().mean() > 0.9
+
+
+def test_the_optimizer_is_away_while_log_probs_are_taken(solo, folders):
+    runs = []
+    for offload in (False, True):
+        cfg = policy_config(folders["qwen3"], offload_optimizer_for_logprob=offload)
+        backend, state = dtensor.open_backend(cfg, solo, KEY)
+        work = make_work(make_samples(4))
+        for _ in range(2):
+            state, _ = backend.update_(state, [work])
+            backend.logprobs(state, [work.rows], HEAD, "policy")
+        runs.append(exported(backend, state))
+    assert distance(runs[0], runs[1]) == 0.0
+    optimizer = state.model.trainer.optimizer
+    moments = [x for slots in optimizer.state.values() for x in slots.values() if x.dim()]
+    with optim.away(optimizer):
+        assert {local_shard(x).untyped_storage().nbytes() for x in moments} == {0}
+    assert all(local_shard(x).untyped_storage().nbytes() > 0 for x in moments)
 
 
 def test_outputs_live_where_their_rows_live_and_rows_are_not_changed(solo, folders):

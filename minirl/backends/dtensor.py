@@ -61,6 +61,8 @@ class Trainer:
     vocabulary: Shard
     device: torch.device
     max_grad_norm: float | None
+    offload_optimizer: bool
+    """Whether its state leaves the device while log-probs are taken."""
     updates: int = 0
     """Of the only valid state."""
     stamp: int = 0
@@ -125,6 +127,7 @@ def open_backend(
         vocabulary=meshes.vocabulary(model.config.vocab_size),
         device=device,
         max_grad_norm=cfg.max_grad_norm,
+        offload_optimizer=cfg.offload_optimizer_for_logprob,
     )
     backend: Backend[Handle] = Backend(
         axis=axis,
@@ -207,7 +210,8 @@ def _logprobs(
     require_equal(
         "the number of micro-batches", len(rows), trainer.meshes.data, "fill up with any rows"
     )
-    with torch.no_grad(), _holding(trainer, weights):
+    away = optim.away(trainer.optimizer) if trainer.offload_optimizer else nullcontext()
+    with torch.no_grad(), away, _holding(trainer, weights):
         return [_on(r.tokens.device, _view(trainer, r, head)) for r in rows]
 
 

@@ -86,7 +86,8 @@ def choose(model: Any, keys: LoraConfig) -> list[str]:
     """The names of the layers that get adapters, in the model's order.
 
     A given name (`*` stands for anything) is that of a layer, or the end of it after a dot. All
-    linear layers are those but the output embedding: it may be tied to the input's.
+    linear layers are those but the output embedding: it may be tied to the input's. The experts of
+    a mixture are no linear layers, but one tensor for all of them: they and their router stay.
 
     Raises:
         ValueError: a name that fits no linear layer, a tied output embedding, or nothing is left.

@@ -8,7 +8,8 @@ The unit of a schedule is a step of the algorithm (one rollout and its updates),
 import importlib
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
+from minirl.backends.norms import local_shard
 from minirl.policy_config import PolicyConfig
 
 C = TypeVar("C")
@@ -62,6 +64,26 @@ def build(cfg: PolicyConfig, parameters: Sequence[Tensor]) -> tuple[Optimizer, L
     if len(parts) > 1:
         return built, SequentialLR(built, parts, milestones)
     return built, parts[0] if parts else None
+
+
+@contextmanager
+def away(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps the state of `optimizer` in host memory for the duration; it must not be used then."""
+    slots = [
+        local_shard(x)
+        for state in optimizer.state.values()
+        for x in state.values()
+        if isinstance(x, Tensor) and x.dim()
+    ]
+    kept = [(x, x.to("cpu", copy=True), x.untyped_storage().nbytes()) for x in slots]
+    for x in slots:
+        x.untyped_storage().resize_(0)
+    try:
+        yield
+    finally:
+        for x, host, size in kept:
+            x.untyped_storage().resize_(size)
+            x.copy_(host)
 
 
 def advance_(schedule: LRScheduler) -> None:
