@@ -59,6 +59,8 @@ def test_contradictions_are_refused_where_lora_is_on() -> None:
             LoraConfig(enabled=True, **keys)
     with pytest.raises(ValueError, match="LoRA is of this backend only"):
         DTensorConfig(enabled=False, lora_cfg=LoraConfig(enabled=True))
+    with pytest.raises(ValueError, match="freeze_moe_router: false has no effect with lora_cfg"):
+        DTensorConfig(freeze_moe_router=False, lora_cfg=LoraConfig(enabled=True))
 
 
 def test_adapters_begin_alike_for_a_key_whatever_was_drawn_before(
