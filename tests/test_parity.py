@@ -59,6 +59,8 @@ def job(axis: Axis, layout: Layout, start: Start, *, packed: bool) -> Run:
     return run_layout(axis, layout, start, packed=packed)
 
 
+# field failures 13 (counts under context parallelism), 39 (packed samples must not see each other),
+# 42 and 43 (mixtures of experts)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_layout_equals_one_process(
     layout: Layout,
