@@ -9,11 +9,14 @@ either, the pool starts anew.
 
 import atexit
 import multiprocessing as mp
+import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -76,9 +79,10 @@ def run_ranks(
 
 
 def close_pool() -> None:
-    """Ends every rank process, by force."""
+    """Ends every rank process, and what it started, by force."""
     for worker in _pool:
-        worker.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
         worker.process.join()
     _pool.clear()
 
@@ -132,6 +136,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
 
     import torch
 
+    os.setsid()
     faulthandler.enable()
     sys.path[:] = path
     torch.set_num_threads(1)
