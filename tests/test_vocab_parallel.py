@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from minirl.backends.vocab_parallel import Shard, vocab_logprobs, vocab_top_k
+from minirl.backends.vocab_parallel import CACHE_SIZED, Shard, vocab_logprobs, vocab_top_k
 from minirl.parallel import Axis
 
 WHOLE = Shard(0)
@@ -75,6 +75,19 @@ def test_two_ranks_find_what_one_finds(sizes: list[int]) -> None:
         torch.testing.assert_close(values, top.values)
         assert ids.tolist() == top.indices.tolist()
     torch.testing.assert_close(torch.cat([r[2] for r in ranks], -1), logits.grad)
+
+
+def cut_long(axis: Axis, rows: int) -> Tensor:
+    """Of 3 columns, 2 and 1 a rank, over more rows than are worked on at a time."""
+    own = torch.zeros(1, rows, 2 - axis.rank)
+    shard = Shard(2 * axis.rank, axis.group)
+    return vocab_logprobs(own, torch.zeros(1, rows, dtype=torch.long), shard)[0]
+
+
+def test_ranks_with_unequal_columns_cut_rows_alike() -> None:
+    rows = CACHE_SIZED // 2 + 5
+    for found in run_ranks(2, cut_long, rows):
+        torch.testing.assert_close(found, torch.full((1, rows), -math.log(3.0)))
 
 
 def test_half_precision_logits_give_single_precision_log_probs() -> None:

@@ -132,7 +132,8 @@ class _VocabLogProbs(torch.autograd.Function):
         levels: list[Tensor] = []
         own = (chosen >= shard.start) & (chosen < shard.start + flat.shape[1])
         local = torch.where(own, chosen - shard.start, 0)
-        for part in _parts(flat):
+        # Ranks reduce part by part, so they cut rows alike, however many columns each has.
+        for part in _parts(flat, shard.group):
             scaled = _precise(flat[part]) / temperature
             most, total, energy = _statistics(scaled, shard.group)
             level = most + total.log()
@@ -160,8 +161,12 @@ class _VocabLogProbs(torch.autograd.Function):
         return into, None, None, None
 
 
-def _parts(flat: Tensor) -> list[slice]:
+def _parts(flat: Tensor, group: dist.ProcessGroup | None = None) -> list[slice]:
+    """Rows to work on at a time; the same on every rank of the group."""
     size = max(len(flat), 1)
     if flat.device.type == "cpu":
-        size = max(CACHE_SIZED // max(flat.shape[1], 1), 1)
+        columns = torch.tensor(max(flat.shape[1], 1))
+        if group is not None:
+            dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=group)
+        size = max(CACHE_SIZED // int(columns), 1)
     return [slice(at, at + size) for at in range(0, max(len(flat), 1), size)]
