@@ -89,11 +89,12 @@ def model_facts(name: str) -> dict[str, Any]:
 def with_overrides(name: str, overrides: Mapping[str, Any], root: Path) -> str:
     """The same model with other fields in its config: a folder under `root`, which links its files.
 
-    The folder's name follows from the model and the overrides; it is made once, by whoever comes
-    first.
+    The folder's name follows from the model, its config and the overrides; it is made once, by
+    whoever comes first.
 
     Raises:
-        ValueError: a field that configs of this kind of model do not have.
+        ValueError: a field that configs of this kind of model do not have, or a value that they do
+            not take.
     """
     if not overrides:
         return name
@@ -107,7 +108,9 @@ def with_overrides(name: str, overrides: Mapping[str, Any], root: Path) -> str:
                 f"policy.hf_config_overrides.{key}: a config of {facts['model_type']!r} has no "
                 f"such field{hint}"
             )
-    text = json.dumps([str(Path(name).resolve()), dict(overrides)], sort_keys=True)
+    _check_values(facts, overrides)
+    # The model's own config is part of the question: it may change under the same name.
+    text = json.dumps([str(Path(name).resolve()), facts, dict(overrides)], sort_keys=True)
     folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
     if not folder.is_dir():
         _link_with_config(_files_of(name), folder, {**facts, **overrides})
@@ -119,6 +122,20 @@ def _config_fields(facts: Mapping[str, Any]) -> set[str]:
 
     default: Any = cast(Any, AutoConfig).for_model(facts["model_type"])
     return set(default.to_dict())
+
+
+def _check_values(facts: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    config: Any = type(cast(Any, AutoConfig).for_model(facts["model_type"]))
+    try:
+        config.from_dict({**facts, **overrides})
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"policy.hf_config_overrides: a config of {facts['model_type']!r} does not take "
+            f"{dict(overrides)}: {str(error).strip().splitlines()[-1].strip()}"
+        ) from error
 
 
 def _files_of(name: str) -> Path:

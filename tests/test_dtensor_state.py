@@ -254,6 +254,15 @@ def test_a_checkpoint_that_lacks_weights_is_refused(solo, folders, tmp_path):
         dtensor.open_backend(policy_config(str(tmp_path)), solo, KEY)
 
 
+def test_a_checkpoint_with_weights_of_other_shapes_is_refused(solo, folders, tmp_path):
+    folder = Path(folders["qwen3"])
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 8}))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"in other shapes: .*mlp\.down_proj\.weight"):
+        dtensor.open_backend(policy_config(str(tmp_path)), solo, KEY)
+
+
 def test_an_axis_without_a_group_is_refused(folders):
     with pytest.raises(ValueError, match="process group"):
         dtensor.open_backend(policy_config(folders["qwen3"]), SOLO, KEY)

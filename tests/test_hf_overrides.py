@@ -42,6 +42,22 @@ def test_a_field_that_configs_lack_is_refused_with_the_nearest(model: str, tmp_p
         check_policy(policy_config(model, hf_config_overrides={"nothing_like_it": 1}))
 
 
+def test_a_value_that_configs_do_not_take_is_refused(model: str, tmp_path: Path) -> None:
+    message = r"hf_config_overrides: a config of 'llama' does not take .*'num_hidden_layers': 'two'"
+    with pytest.raises(ValueError, match=message):
+        with_overrides(model, {"num_hidden_layers": "two"}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_whose_own_config_changed_is_another_question(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    with_overrides(model, {"max_position_embeddings": 999}, tmp_path / "root")
+    changed = {**model_facts(model), "rms_norm_eps": 0.5}
+    (Path(model) / "config.json").write_text(json.dumps(changed))
+    after = with_overrides(model, {"max_position_embeddings": 999}, tmp_path / "root")
+    assert model_facts(after)["rms_norm_eps"] == 0.5
+
+
 @pytest.mark.slow
 def test_training_reads_the_overridden_config(
     model: str, solo: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

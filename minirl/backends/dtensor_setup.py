@@ -151,7 +151,11 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
     logging.disable_progress_bar()
     untyped: Any = AutoModelForCausalLM
     model, report = untyped.from_pretrained(
-        cfg.model_name, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+        cfg.model_name,
+        dtype=torch.float32,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # told apart below, by name
     )
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
