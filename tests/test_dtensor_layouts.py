@@ -87,6 +87,9 @@ def test_under_megatron_core_owns_the_optimizers_state() -> None:
         ("llama", "nowhere:PLAN", "cannot import 'nowhere:PLAN'"),
         ("llama", "math", "names no plan"),
         ("llama", "math:pi", "names no plan"),
+        ("llama", ".math:pi", "names no plan"),
+        ("llama", ":pi", "names no plan"),
+        ("llama", "minirl.backends.plans:PLANS", "names no plan"),
     ],
 )
 def test_a_plan_that_does_not_exist_is_refused(

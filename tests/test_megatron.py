@@ -309,6 +309,9 @@ def test_what_does_not_belong_to_the_run_is_refused(models: dict[str, str], tmp_
     [message] = run_ranks(1, load_error, cfg, tmp_path)
     assert "no complete checkpoint: it has no state.json" in message
     facts = saved / "state.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "param_groups": []}))
+    [message] = run_ranks(1, load_error, cfg, saved)
+    assert "was saved by the FSDP2 backend" in message
     facts.write_text(facts.read_text()[:20])
     [message] = run_ranks(1, load_error, cfg, saved)
     assert "no complete checkpoint: state.json" in message

@@ -101,3 +101,9 @@ def test_values_that_are_missing_or_torn_are_refused_by_their_folder(
         (tmp_path / shards.VALUES).write_text(text)
     with pytest.raises(ValueError, match=rf"{tmp_path.name}.* is no complete checkpoint"):
         shards.read_values(tmp_path)
+
+
+def test_what_another_backend_saved_is_refused(tmp_path: Path):
+    (tmp_path / shards.VALUES).write_text('{"step": 3}')
+    with pytest.raises(ValueError, match=r"saved by the Megatron backend: set .*megatron_cfg"):
+        shards.read_values(tmp_path)

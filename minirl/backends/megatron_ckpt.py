@@ -66,8 +66,8 @@ def load_(folder: Path, built: Built) -> dict[str, Any]:
     Collective: every rank calls this.
 
     Raises:
-        ValueError: the folder holds no complete checkpoint, or that of another model, optimizer or
-            schedule.
+        ValueError: the folder holds no complete checkpoint, or that of another backend, model,
+            optimizer or schedule.
     """
     file = folder / VALUES
     if not file.is_file():
@@ -76,6 +76,11 @@ def load_(folder: Path, built: Built) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{str(folder)!r} is no complete checkpoint: {VALUES}: {error}") from error
+    if "param_groups" in values:
+        raise ValueError(
+            f"{str(folder)!r} was saved by the FSDP2 backend: set policy.dtensor_cfg.enabled to "
+            "true, or start a new run"
+        )
     schedule = dict(values["schedule"])
     taken = schedule.pop("num_steps")
     here = {"optimizer": _settings(built), "schedule": _schedule(built)}

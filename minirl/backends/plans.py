@@ -73,11 +73,12 @@ def find_plan(model_type: str, custom: str | None) -> Plan:
         )
     module, _, name = custom.partition(":")
     try:
-        plan = vars(importlib.import_module(module)).get(name) if name else None
+        absolute = bool(name and module) and not module.startswith(".")
+        plan = vars(importlib.import_module(module)).get(name) if absolute else None
     except ImportError as error:
         raise ValueError(f"{key}: cannot import {custom!r} ({error})") from error
     parts = ("column", "row", "embedding", "output", "heads", "norm", "block")
-    if isinstance(plan, Mapping) and set(cast("Plan", plan).values()) <= set(parts):
+    if isinstance(plan, Mapping) and all(part in parts for part in cast("Plan", plan).values()):
         return cast("Plan", plan)
     raise ValueError(
         f"{key}: {custom!r} names no plan: give package.module:NAME of a mapping from module names "

@@ -51,15 +51,21 @@ def read_values(folder: Path) -> dict[str, Any]:
     """The JSON values of a checkpoint.
 
     Raises:
-        ValueError: the folder holds none.
+        ValueError: the folder holds none, or those of another backend.
     """
     file = folder / VALUES
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} is no complete checkpoint: it has no {VALUES}")
     try:
-        return dict(json.loads(file.read_text()))
+        values: dict[str, Any] = dict(json.loads(file.read_text()))
     except ValueError as error:
         raise ValueError(f"{str(folder)!r} is no complete checkpoint: {VALUES}: {error}") from error
+    if "param_groups" not in values:
+        raise ValueError(
+            f"{str(folder)!r} was saved by the Megatron backend: set policy.megatron_cfg.enabled "
+            "to true, or start a new run"
+        )
+    return values
 
 
 def load_(
