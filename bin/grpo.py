@@ -23,7 +23,7 @@ def main(
         bool,
         typer.Option(
             "--print-config",
-            help="Show the config, nothing left open, and stop.",
+            help="Show the config, automatic settings decided, and stop.",
         ),
     ] = False,
 ) -> None:

@@ -84,7 +84,8 @@ class Backend(Generic[M]):
     """All ranks of the backend: each has an engine, and samples and scores its own prompts."""
 
     data_axis: Axis
-    """Ranks that train different rows. Ranks outside it are replicas that cooperate on one."""
+    """Ranks that train different rows. The others cooperate with one of these on its rows: they
+    hold other layers, parts of layers or parts of sequences."""
 
     logprobs: Callable[[TrainState[M], Sequence[Rows], TokenHead, Weights], list[TokenOutput]]
     """Without gradient; one output per micro-batch, through the same code path as `update_`."""

@@ -63,13 +63,14 @@ class DTensorConfig(Section, frozen=True):
 
     enabled: bool = True
     dp_replicate_size: Count = 1
-    """Copies of the sharded model (HSDP): shards are gathered within a copy, gradients between."""
+    """Copies of the sharded model (HSDP): weights are gathered within one, gradients also add up
+    between."""
     tensor_parallel_size: Count = 1
     context_parallel_size: Count = 1
     expert_parallel_size: Count = 1
     """Ranks that hold the experts of a mixture between them."""
     sequence_parallel: bool = False
-    """Between the cut layers hold parts of the sequence, not all of it on every rank."""
+    """Between tensor-parallel layers each rank holds a part of the sequence, not all of it."""
     custom_parallel_plan: str | None = None
     """The import path (`package.module:NAME`) of a plan for tensor parallelism."""
     freeze_moe_router: bool = True
@@ -81,7 +82,7 @@ class DTensorConfig(Section, frozen=True):
     lora_cfg: LoraConfig = LoraConfig()
 
     def __post_init__(self) -> None:
-        """What has an effect under tensor parallelism only, and what excludes it."""
+        """What excludes what, and what has no effect."""
         refuse(
             self.expert_parallel_size > 1 and self.tensor_parallel_size > 1,
             f"expert_parallel_size {self.expert_parallel_size} and tensor_parallel_size "

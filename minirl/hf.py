@@ -128,7 +128,7 @@ def _check_values(facts: Mapping[str, Any], overrides: Mapping[str, Any]) -> Non
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    config: Any = type(cast(Any, AutoConfig).for_model(facts["model_type"]))
+    config = cast(Any, type(cast(Any, AutoConfig).for_model(facts["model_type"])))
     try:
         config.from_dict({**facts, **overrides})
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:

@@ -69,17 +69,27 @@ def this_machine() -> Machine:
 # ---- the model ----------------------------------------------------------------------------------
 
 
+def text_facts(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a Hugging Face config that describes the decoder."""
+    return hf_config.get("text_config") or hf_config
+
+
+def num_experts(hf_config: Mapping[str, Any]) -> int:
+    """The experts of a mixture's layer; 0 of a dense model."""
+    model = text_facts(hf_config)
+    return next((int(model[name]) for name in EXPERTS if model.get(name)), 0)
+
+
 def check_model_rules(cfg: MegatronConfig, hf_config: Mapping[str, Any]) -> None:
     """Refuses sizes that do not divide the model, and settings of mixtures for a dense model.
 
     Raises:
         ValueError: names the full key, its value, the model's number and the remedy.
     """
-    model: Mapping[str, Any] = hf_config.get("text_config") or hf_config
-    experts = next((model[name] for name in EXPERTS if model.get(name)), None)
+    model, experts = text_facts(hf_config), num_experts(hf_config)
     _check_stages(cfg, model)
-    _check_tensor_parallel(cfg, model, moe=experts is not None)
-    if experts is None:
+    _check_tensor_parallel(cfg, model, moe=experts > 0)
+    if not experts:
         _check_dense(cfg)
     else:
         _check_experts(cfg, model, experts)

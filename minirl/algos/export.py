@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minirl.backends import check_policy, decided, open_backend
+from minirl.backends import check_policy, decided, open_backend, with_own_config
 from minirl.backends.hf_files import as_in_checkpoint, local_folder, read_weights, weight_types
 from minirl.checkpoint import latest
 from minirl.hf import check_model
@@ -151,6 +151,7 @@ def to_megatron(cfg: PolicyConfig, axis: Axis) -> Path:
         )
     check_model(cfg.model_name)
     check_policy(cfg)
+    cfg = with_own_config(cfg)
     from minirl.backends import megatron_convert
 
     with megatron_convert.converted(cfg, axis) as folder:

@@ -1,7 +1,7 @@
 """A short proof that the Megatron backend works on this machine, setting by setting.
 
-A small random model takes two updates under each setting, and its log-probs, before them, are held
-against the FSDP2 backend's in float32. With a GPU this runs Transformer Engine's layers, fused
+A small random model takes three updates under each setting, and its log-probs, before them, are
+held against the FSDP2 backend's in float32. With a GPU this runs Transformer Engine's layers, fused
 kernels, activation and optimizer offload; without one, the settings that need none.
 """
 
@@ -16,11 +16,11 @@ import torch
 from minirl.algos.tiny import save_random_model, save_tokenizer
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends import check_policy, open_backend
+from minirl.dtensor_config import DTensorConfig
 from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
 from minirl.metrics import Metrics, Sum, value
 from minirl.parallel import Axis
 from minirl.policy_config import (
-    DTensorConfig,
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -31,7 +31,7 @@ from minirl.policy_config import (
 from minirl.rng import generator, key_of
 from minirl.types import Rows, Scalar
 
-LENGTH, SAMPLES, UPDATES = 96, 4, 2
+LENGTH, SAMPLES, UPDATES = 96, 4, 3
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -170,7 +170,7 @@ def outcome(
     outputs = backend.logprobs(state, rows, TokenHead(), "policy")
     found = torch.cat([real(r, o.logprobs) for r, o in zip(rows, outputs, strict=True)])
     losses: list[float] = []
-    for _ in range(UPDATES + 1):
+    for _ in range(UPDATES):
         state, metrics = backend.update_(state, [work(r) for r in rows])
         losses.append(value(metrics["loss"]))
     return Outcome(

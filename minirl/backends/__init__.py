@@ -29,15 +29,13 @@ def open_backend(
         ValueError: as the backend's own.
     """
     cfg = with_own_config(cfg)
-    match cfg:
-        case PolicyConfig() if cfg.dtensor_cfg.enabled:
-            from minirl.backends import dtensor
+    if cfg.dtensor_cfg.enabled:
+        from minirl.backends import dtensor
 
-            return dtensor.open_backend(cfg, axis, key, with_reference=with_reference)
-        case _:
-            from minirl.backends import megatron
+        return dtensor.open_backend(cfg, axis, key, with_reference=with_reference)
+    from minirl.backends import megatron
 
-            return megatron.open_backend(cfg, axis, key, with_reference=with_reference)
+    return megatron.open_backend(cfg, axis, key, with_reference=with_reference)
 
 
 def with_own_config(cfg: PolicyConfig) -> PolicyConfig:
@@ -69,7 +67,8 @@ def check_policy(cfg: PolicyConfig) -> None:
         from minirl.backends import dtensor_setup, optim
 
         optim.check(cfg)
-        dtensor_setup.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name))
+        packed = cfg.sequence_packing.enabled
+        dtensor_setup.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name), packed=packed)
         return
     from minirl.backends import megatron_setup
 

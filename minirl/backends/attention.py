@@ -1,9 +1,9 @@
 """Causal attention within sequences that lie one after the other, also cut over ranks.
 
-No mask is ever made for a sequence as a whole: each is attended to on its own, so that packed
-samples cannot see each other. Under context parallelism keys and values are gathered (the two
-chunks of a rank attend to all that comes before them), which any kernel can do; a ring would hold
-less memory and hide its sends behind its work, but needs a kernel of its own.
+Each sequence is attended to on its own, so that packed samples cannot see each other; a mask is
+made only for the later part of one that a rank holds. Under context parallelism keys and values are
+gathered (the two chunks of a rank attend to all that comes before them), which any kernel can do; a
+ring would hold less memory and hide its sends behind its work, but needs a kernel of its own.
 """
 
 from collections.abc import Iterable

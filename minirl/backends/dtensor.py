@@ -36,9 +36,10 @@ from minirl.backends.dtensor_setup import (
 from minirl.backends.hf_files import as_on_disk
 from minirl.backends.norms import global_norm, local_shard, scale_
 from minirl.backends.row_layout import document_lengths, to_model, to_rows
+from minirl.backends.states import Handle, current, succeed, update_metrics
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.hf import check_model
-from minirl.metrics import Metrics, Sum, mean_of, merge, scalar
+from minirl.metrics import Metrics, merge
 from minirl.parallel import Axis, require_equal
 from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
@@ -66,27 +67,19 @@ class Trainer:
     updates: int = 0
     """Of the only valid state."""
     stamp: int = 0
-    """How many states were consumed."""
+    """Changes whenever a state is consumed; a handle with another stamp is refused."""
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by Hugging Face name; tied ones once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A trainer as of one moment. Valid until the trainer's next change."""
-
-    trainer: Trainer
-    stamp: int
-
-
-State: TypeAlias = TrainState[Handle]
+State: TypeAlias = TrainState[Handle[Trainer]]
 
 
 def open_backend(
     cfg: PolicyConfig, axis: Axis, key: Key, *, with_reference: bool = False
-) -> tuple[Backend[Handle], State]:
+) -> tuple[Backend[Handle[Trainer]], State]:
     """Loads `cfg.model_name` and shards it over `axis`; the state is that of a fresh run.
 
     Every rank reads the whole model into host memory in float32 and keeps its shard; the
@@ -129,7 +122,7 @@ def open_backend(
         max_grad_norm=cfg.max_grad_norm,
         offload_optimizer=cfg.offload_optimizer_for_logprob,
     )
-    backend: Backend[Handle] = Backend(
+    backend: Backend[Handle[Trainer]] = Backend(
         axis=axis,
         data_axis=meshes.data,
         logprobs=_logprobs,
@@ -174,29 +167,6 @@ def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
 # ---- the functions of the contract --------------------------------------------------------------
 
 
-def _current(state: State) -> Trainer:
-    """The state's trainer.
-
-    Raises:
-        ValueError: the state was consumed.
-    """
-    trainer = state.model.trainer
-    if state.model.stamp != trainer.stamp:
-        raise ValueError(
-            f"state of update {state.updates} was consumed; now at {trainer.updates}: "
-            "go on with the state that the last update_, end_step_ or load_ returned"
-        )
-    return trainer
-
-
-def _succeed(changed: State) -> State:
-    """The only valid state from now on, with the values of `changed`."""
-    trainer = changed.model.trainer
-    trainer.stamp += 1
-    trainer.updates = changed.updates
-    return replace(changed, model=Handle(trainer, trainer.stamp))
-
-
 def _logprobs(
     state: State, rows: Sequence[Rows], head: TokenHead, weights: Weights
 ) -> list[TokenOutput]:
@@ -206,7 +176,7 @@ def _logprobs(
         ValueError: the reference is asked for but was not loaded; or ranks differ in the number
             of micro-batches.
     """
-    trainer = _current(state)
+    trainer = current(state)
     require_equal(
         "the number of micro-batches", len(rows), trainer.meshes.data, "fill up with any rows"
     )
@@ -263,7 +233,7 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
 
     Consumes: the state, also when a loss raises.
     """
-    trainer = _current(state)
+    trainer = current(state)
     if not works:
         raise ValueError("an update needs at least one micro-batch")
     # Consumed already now: an error in a loss leaves half a gradient behind, inside the model.
@@ -280,10 +250,8 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
             scale_(gradients, trainer.max_grad_norm / norm)
         trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
-    # Counted on one rank, since the sum over ranks is what is logged.
-    skipped = Sum(scalar(float(not taken and trainer.meshes.data.rank == 0)))
-    own: Metrics = {"grad_norm": mean_of(norm), "lr": mean_of(lr), "nonfinite_updates": skipped}
-    return _succeed(replace(state, updates=state.updates + taken)), merge(*seen, own)
+    own = update_metrics(norm, lr, taken=taken, data_rank=trainer.meshes.data.rank)
+    return succeed(replace(state, updates=state.updates + taken)), merge(*seen, own)
 
 
 def _accumulate_(trainer: Trainer, work: Work, *, is_last: bool) -> Metrics:
@@ -304,15 +272,15 @@ def _attached(loss: Scalar, output: TokenOutput) -> Scalar:
 
 def _end_step_(state: State) -> State:
     """See `Backend.end_step_`."""
-    trainer = _current(state)
+    trainer = current(state)
     if trainer.schedule is not None:
         optim.advance_(trainer.schedule)
-    return _succeed(replace(state, step=state.step + 1))
+    return succeed(replace(state, step=state.step + 1))
 
 
 def _export(state: State) -> Iterator[tuple[str, Tensor]]:
     """See `Backend.export`. Float32; tied weights once. Collective, one tensor at a time."""
-    return _weights(_current(state))
+    return _weights(current(state))
 
 
 def _weights(trainer: Trainer) -> Iterator[tuple[str, Tensor]]:
@@ -330,7 +298,7 @@ def _save(state: State, folder: Path) -> None:
     With LoRA the folder holds the adapters and their optimizer, and not the weights below them,
     which `policy.model_name` keeps; and the adapters once more, for peft to load.
     """
-    trainer = _current(state)
+    trainer = current(state)
     values = {
         "step": state.step,
         "updates": state.updates,
@@ -352,7 +320,7 @@ def _load_(state: State, folder: Path) -> State:
         ValueError: the folder holds no such checkpoint, or that of another model, schedule,
             optimizer or other adapters.
     """
-    trainer = _current(state)
+    trainer = current(state)
     values = shards.read_values(folder)
     dtensor_lora.check_facts(folder, values.get("lora"), trainer.lora)
     if (values["schedule"] is None) != (trainer.schedule is None):
@@ -369,6 +337,6 @@ def _load_(state: State, folder: Path) -> State:
     if trainer.schedule is not None:
         trainer.schedule.load_state_dict(values["schedule"])
     step, updates, cursor, key = (int(values[k]) for k in ("step", "updates", "cursor", "key"))
-    return _succeed(
+    return succeed(
         replace(state, step=step, updates=updates, cursor=cursor, key=Key(key)),
     )

@@ -1,14 +1,13 @@
 """Builds what the FSDP2 backend trains: the mesh of ranks, and the model, cut and sharded over it.
 
-The mesh has four sides: copies, shards, parts of a sequence, parts of a layer, the last the
-nearest neighbours. Parameters are sharded over shards and parts of a sequence together, since both
-need all of them, and cut over parts of a layer.
+Two meshes lie over the same ranks: (copy, shard, tensor) for parameters, where shards and parts of
+a sequence are one side, since both need all of them; and (data, context, tensor) for rows. Ranks
+that cut a layer between them are the nearest neighbours. Experts have a third, (outside, expert).
 """
 
 import re
 import warnings
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -30,6 +29,7 @@ from minirl.backends.attention import causal_attention
 from minirl.backends.row_layout import Layout, layout_of
 from minirl.backends.vocab_parallel import Shard as VocabularyShard
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
+from minirl.megatron_fit import num_experts, text_facts
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
 
@@ -113,28 +113,34 @@ def _expert_mesh(keys: DTensorConfig, axis: Axis, device: torch.device) -> Devic
     )
 
 
-def check_layout(keys: DTensorConfig, facts: Mapping[str, Any]) -> None:
+def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool) -> None:
     """Refuses a layout that the model, by its Hugging Face config `facts`, cannot be cut into.
 
     Raises:
-        ValueError: no plan, or heads or experts that cannot be dealt out.
+        ValueError: no plan, heads or experts that cannot be dealt out, or attention to a window.
     """
+    model = text_facts(facts)
     if keys.tensor_parallel_size > 1:
         plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
-        plans.check_heads(SimpleNamespace(**facts), keys.tensor_parallel_size)
-    number = facts.get("num_experts", facts.get("num_local_experts", 0))
-    size = keys.expert_parallel_size
-    if size > 1 and (not number or number % size):
+        plans.check_heads(model, keys.tensor_parallel_size)
+    number, size = num_experts(facts), keys.expert_parallel_size
+    if size > 1 and number % size:
         raise ValueError(
             f"policy.dtensor_cfg.expert_parallel_size {size} does not divide the model's {number} "
             "experts; set it to 1 or a divisor"
         )
-    window = facts.get("sliding_window") if facts.get("use_sliding_window", True) else None
-    if window is not None and keys.context_parallel_size > 1:
+    if size > 1 and not number:
         raise ValueError(
-            f"policy.dtensor_cfg.context_parallel_size {keys.context_parallel_size}: the model "
-            f"attends to a window of {window} tokens, which rows that are cut over ranks have no "
-            "attention for; set it to 1"
+            f"policy.dtensor_cfg.expert_parallel_size is {size}, but the model has no experts; "
+            "set it to 1"
+        )
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if window is not None and (keys.context_parallel_size > 1 or packed):
+        raise ValueError(
+            f"policy.model_name: the model attends to a window of {window} tokens, which packed "
+            "rows and rows that are cut over ranks have no attention for; set "
+            "policy.sequence_packing.enabled to false and "
+            "policy.dtensor_cfg.context_parallel_size to 1"
         )
 
 
@@ -142,8 +148,7 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
     """The model in float32 on the CPU, in evaluation mode, before anything is cut.
 
     Raises:
-        ValueError: the checkpoint lacks weights of the model, or holds them in other shapes; or
-            the model attends to a window, which packed or cut sequences have no attention for.
+        ValueError: the checkpoint lacks weights of the model, or holds them in other shapes.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
@@ -261,7 +266,7 @@ def _layers(model: Model) -> list[Any]:
 
 
 def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
-    plans.check_heads(model.config, mesh.size())
+    plans.check_heads(text_facts(model.config.to_dict()), mesh.size())
     plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
     if keys.lora_cfg.enabled:
         plan = dtensor_lora.cut_plan(plan, model)

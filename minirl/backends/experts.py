@@ -67,15 +67,15 @@ def _forward_of(group: dist.ProcessGroup, number: int) -> Callable[..., Tensor]:
         sent = wanted.bincount(minlength=number).view(size, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
-        out, back = _numbers(received.sum(1)), _numbers(sent.sum(1))
+        coming, going = _numbers(received.sum(1)), _numbers(sent.sum(1))
         travel = cast(Any, _Travel).apply
-        arrived = travel(hidden[token], out, back, group)
+        arrived = travel(hidden[token], coming, going, group)
         # They come rank by rank, and of each rank expert by expert.
         expert = torch.arange(received.shape[1], device=hidden.device).repeat(size)
         by_expert = expert.repeat_interleave(received.flatten()).argsort(stable=True)
         answers = _answers(experts, arrived[by_expert], _numbers(received.sum(0)))
         unsorted = torch.empty_like(answers).index_copy(0, by_expert, answers)
-        answered = travel(unsorted, back, out, group)
+        answered = travel(unsorted, going, coming, group)
         share = weights.reshape(-1)[order][:, None]
         return torch.zeros_like(hidden).index_add(0, token, (answered * share).to(hidden.dtype))
 
@@ -88,15 +88,15 @@ def _numbers(x: Tensor) -> list[int]:
 
 def _answers(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
     """What this rank's experts make of their rows, expert by expert."""
-    into, out_of = (
+    gate_up, down = (
         p.to_local() if isinstance(p, DTensor) else p
         for p in (experts.gate_up_proj, experts.down_proj)
     )
     answers: list[Tensor] = []
     parts: Any = cast(Any, rows).split(counts)
     for i, part in enumerate(parts):
-        gate, up = linear(part, into[i]).chunk(2, dim=-1)
-        answers.append(linear(experts.act_fn(gate) * up, out_of[i]))
+        gate, up = linear(part, gate_up[i]).chunk(2, dim=-1)
+        answers.append(linear(experts.act_fn(gate) * up, down[i]))
     return torch.cat(answers)
 
 

@@ -21,11 +21,12 @@ from minirl.backends.megatron_bridge import core, vocabulary_names
 from minirl.backends.megatron_forward import Stage, backward_, forward, open_stage
 from minirl.backends.megatron_moe import RouterLoads, read_loads_, watch_routers
 from minirl.backends.megatron_setup import Built
+from minirl.backends.states import Handle, current, succeed, update_metrics
 from minirl.hf import check_model
 from minirl.megatron_auto import decided
 from minirl.megatron_config import data_parallel_size
 from minirl.megatron_fit import this_machine
-from minirl.metrics import Metrics, Sum, mean_of, merge, scalar
+from minirl.metrics import Metrics, merge
 from minirl.parallel import Axis, require_equal
 from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
@@ -44,23 +45,15 @@ class Trainer:
     loads: RouterLoads | None
     updates: int = 0
     stamp: int = 0
-    """How many states were consumed."""
+    """Changes whenever a state is consumed; a handle with another stamp is refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """A trainer as of one moment. Valid until the trainer's next change."""
-
-    trainer: Trainer
-    stamp: int
-
-
-State: TypeAlias = TrainState[Handle]
+State: TypeAlias = TrainState[Handle[Trainer]]
 
 
 def open_backend(
     cfg: PolicyConfig, axis: Axis, key: Key, *, with_reference: bool = False
-) -> tuple[Backend[Handle], State]:
+) -> tuple[Backend[Handle[Trainer]], State]:
     """Builds `cfg.model_name` in the layout of `cfg.megatron_cfg`; the state of a fresh run.
 
     The Hugging Face checkpoint is converted to Megatron's format once, in a folder that all ranks
@@ -74,7 +67,7 @@ def open_backend(
     """
     cfg = decided(cfg, this_machine())
     check_model(cfg.model_name)
-    data_parallel_size(cfg.megatron_cfg, axis.size)
+    data_parallel_size(cfg.megatron_cfg, axis.size)  # raises if the ranks do not fit
     if axis.group is None:
         raise ValueError(
             "the megatron backend needs a process group: open one with parallel.world()"
@@ -98,7 +91,7 @@ def open_backend(
     )
     if with_reference:
         trainer.reference = [_to_host(p) for p in _parameters(trainer)]
-    backend: Backend[Handle] = Backend(
+    backend: Backend[Handle[Trainer]] = Backend(
         axis=axis,
         data_axis=trainer.data_axis,
         logprobs=_logprobs,
@@ -114,29 +107,6 @@ def open_backend(
 # ---- the functions of the contract --------------------------------------------------------------
 
 
-def _current(state: State) -> Trainer:
-    """The state's trainer.
-
-    Raises:
-        ValueError: the state was consumed.
-    """
-    trainer = state.model.trainer
-    if state.model.stamp != trainer.stamp:
-        raise ValueError(
-            f"state of update {state.updates} was consumed; now at {trainer.updates}: "
-            "go on with the state that the last update_, end_step_ or load_ returned"
-        )
-    return trainer
-
-
-def _succeed(changed: State) -> State:
-    """The only valid state from now on, with the values of `changed`."""
-    trainer = changed.model.trainer
-    trainer.stamp += 1
-    trainer.updates = changed.updates
-    return replace(changed, model=Handle(trainer, trainer.stamp))
-
-
 def _logprobs(
     state: State, rows: Sequence[Rows], head: TokenHead, weights: Weights
 ) -> list[TokenOutput]:
@@ -146,7 +116,7 @@ def _logprobs(
         ValueError: the reference is asked for but was not loaded; or ranks differ in the number
             of micro-batches.
     """
-    trainer = _current(state)
+    trainer = current(state)
     require_equal(
         "the number of micro-batches", len(rows), trainer.data_axis, "fill up with any rows"
     )
@@ -197,7 +167,7 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
 
     Consumes: the state, also when a loss raises.
     """
-    trainer = _current(state)
+    trainer = current(state)
     if not works:
         raise ValueError("an update needs at least one micro-batch")
     # Consumed already now: an error in a loss leaves half a gradient behind, inside the model.
@@ -211,10 +181,8 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
         seen.append(read_loads_(trainer.loads))
     lr = float(optimizer.param_groups[0]["lr"])
     norm, taken = _step_(trainer)
-    # Counted on one rank, since the sum over ranks is what is logged.
-    skipped = Sum(scalar(float(not taken and trainer.data_axis.rank == 0)))
-    own: Metrics = {"grad_norm": mean_of(norm), "lr": mean_of(lr), "nonfinite_updates": skipped}
-    return _succeed(replace(state, updates=state.updates + taken)), merge(*seen, own)
+    own = update_metrics(norm, lr, taken=taken, data_rank=trainer.data_axis.rank)
+    return succeed(replace(state, updates=state.updates + taken)), merge(*seen, own)
 
 
 def _step_(trainer: Trainer) -> tuple[float, bool]:
@@ -231,14 +199,14 @@ def _step_(trainer: Trainer) -> tuple[float, bool]:
 
 def _end_step_(state: State) -> State:
     """See `Backend.end_step_`."""
-    trainer = _current(state)
+    trainer = current(state)
     trainer.built.schedule.step(increment=1)
-    return _succeed(replace(state, step=state.step + 1))
+    return succeed(replace(state, step=state.step + 1))
 
 
 def _export(state: State) -> Iterator[tuple[str, Tensor]]:
     """See `Backend.export`. In the precision of the model. Collective, one tensor at a time."""
-    trainer = _current(state)
+    trainer = current(state)
     _settle(trainer)
     bridge, size = trainer.built.bridge, trainer.stage.vocab_size
     filled_up = vocabulary_names(bridge)
@@ -248,7 +216,7 @@ def _export(state: State) -> Iterator[tuple[str, Tensor]]:
 
 def _save(state: State, folder: Path) -> None:
     """See `Backend.save`."""
-    trainer = _current(state)
+    trainer = current(state)
     _settle(trainer)
     values = {
         "step": state.step,
@@ -265,9 +233,9 @@ def _load_(state: State, folder: Path) -> State:
     Raises:
         ValueError: the folder holds no such checkpoint, or that of another model or optimizer.
     """
-    trainer = _current(state)
+    trainer = current(state)
     values = megatron_ckpt.load_(folder, trainer.built)
     step, updates, cursor, key = (int(values[k]) for k in ("step", "updates", "cursor", "key"))
-    return _succeed(
+    return succeed(
         replace(state, step=step, updates=updates, cursor=cursor, key=Key(key)),
     )

@@ -35,7 +35,7 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def open_bridge(model_name: str, model_type: str, **kwargs: Any) -> Any:
+def open_bridge(model_name: str, model_type: str) -> Any:
     """The `AutoBridge` of a Hugging Face checkpoint; `model_type` is its config's.
 
     Raises:
@@ -46,7 +46,7 @@ def open_bridge(model_name: str, model_type: str, **kwargs: Any) -> Any:
     else:
         bridge = _import_without_transformer_engine(model_type)
     try:
-        return bridge.from_hf_pretrained(model_name, trust_remote_code=False, **kwargs)
+        return bridge.from_hf_pretrained(model_name, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(
             f"policy.model_name: Megatron Bridge cannot convert {model_name!r} "

@@ -1,9 +1,10 @@
 """The one-time conversion of a Hugging Face checkpoint to Megatron's format.
 
 The folder is shared by all ranks and all runs. Rank 0 converts, in a process of its own and into a
-folder beside, which is then renamed; a lock keeps other jobs out meanwhile, and readers in. A
-conversion records what it was made of: the model's files, the overrides, the versions of Bridge and
-Core. One that was made of anything else is stale and is made again.
+folder beside, which is then renamed; a lock keeps other jobs from converting meanwhile, and from
+replacing a folder that is read. A conversion records what it was made of: the model's files, the
+overrides, the versions of Bridge and Core. One that was made of anything else is stale and is made
+again.
 """
 
 import fcntl

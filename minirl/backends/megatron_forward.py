@@ -33,7 +33,7 @@ from minirl.policy_config import PolicyConfig
 from minirl.types import Rows, Scalar
 
 EVERYTHING = slice(None)
-CHUNK = 256
+POSITIONS_AT_ONCE = 256
 """Positions whose logits exist at a time when log-probs are taken from hidden states."""
 
 
@@ -216,9 +216,9 @@ def _from_hidden(
 ) -> Tensor:
     """Log-probs and entropies, stacked, without ever holding the logits of all positions.
 
-    The output layer runs on `CHUNK` positions at a time, forward and, once more, backward.
+    The output layer runs on some positions at a time, forward and, once more, backward.
     """
-    regions, weight = core("tensor_parallel"), output_weight
+    regions, weight, size = core("tensor_parallel"), output_weight, POSITIONS_AT_ONCE
     if weight is None:
         weight = output_layer.weight
     # Every rank of the vocabulary has its own part of the hidden states' gradient.
@@ -231,7 +231,7 @@ def _from_hidden(
         logits = linear(hidden, weight, output_layer.bias).transpose(0, 1)
         return torch.stack(view(logits, part))
 
-    parts = [slice(at, at + CHUNK) for at in range(0, len(hidden), CHUNK)]
+    parts = [slice(at, at + size) for at in range(0, len(hidden), size)]
     again = cast(Any, checkpoint)
     return torch.cat(
         [again(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1

@@ -129,7 +129,7 @@ def describe(cfg: PolicyConfig) -> Described:
 
 
 def provider_fields(cfg: PolicyConfig) -> dict[str, Any]:
-    """What a provider must say for `cfg`; settings left to `null` are decided here."""
+    """What a provider must say for `cfg`, whose automatic settings are decided already."""
     megatron, dtype = cfg.megatron_cfg, DTYPES[cfg.precision]
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     virtual = megatron.virtual_pipeline_model_parallel_size
@@ -204,7 +204,7 @@ def offload_fields(cfg: MegatronConfig) -> dict[str, Any]:
 
 
 def kernel_fields(cfg: MegatronConfig) -> dict[str, Any]:
-    """Fused kernels, CUDA graphs and FP8."""
+    """Fused kernels, what CUDA graphs capture, and FP8."""
     fields: dict[str, Any] = {
         "apply_rope_fusion": cfg.apply_rope_fusion,
         "bias_activation_fusion": cfg.bias_activation_fusion,
@@ -226,7 +226,7 @@ def kernel_fields(cfg: MegatronConfig) -> dict[str, Any]:
 
 
 def moe_fields(cfg: MegatronConfig) -> dict[str, Any]:
-    """Mixtures of experts: no auxiliary loss, which would pull log-probs apart, unless asked."""
+    """Mixtures of experts: without auxiliary losses, which are refused."""
     fields: dict[str, Any] = {
         "moe_router_load_balancing_type": cfg.moe_router_load_balancing_type,
         "moe_router_bias_update_rate": cfg.moe_router_bias_update_rate,
@@ -234,8 +234,7 @@ def moe_fields(cfg: MegatronConfig) -> dict[str, Any]:
         "moe_shared_expert_overlap": cfg.moe_shared_expert_overlap,
         "moe_permute_fusion": cfg.moe_permute_fusion,
     }
-    if cfg.moe_router_load_balancing_type == "none":
-        fields |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
+    fields |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}
     if cfg.moe_router_dtype is not None:
         fields["moe_router_dtype"] = cfg.moe_router_dtype
     return fields

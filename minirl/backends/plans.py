@@ -161,16 +161,17 @@ def unplanned(model: nn.Module) -> list[str]:
     return [n for n, p in model.named_parameters() if not isinstance(p, DTensor) and p.numel()]
 
 
-def check_heads(config: Any, size: int) -> None:
-    """Refuses a model whose heads cannot be dealt out.
+def check_heads(model: Mapping[str, Any], size: int) -> None:
+    """Refuses a model, by its Hugging Face config, whose heads cannot be dealt out.
 
     Raises:
         ValueError: names the numbers and what divides them.
     """
+    heads = model["num_attention_heads"]
     facts = {
-        "attention heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "columns of the feed-forward layers": config.intermediate_size,
+        "attention heads": heads,
+        "key-value heads": model.get("num_key_value_heads") or heads,
+        "columns of the feed-forward layers": model["intermediate_size"],
     }
     for name, number in facts.items():
         if number % size:
