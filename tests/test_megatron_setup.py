@@ -9,7 +9,7 @@ import pytest
 import torch
 from models import save_model
 from parity import Layout, policy
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 
 from minirl.backends import megatron_setup
 from minirl.megatron_auto import decided
@@ -119,6 +119,14 @@ def describe(axis: Axis, cfg: PolicyConfig, machine: Machine) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("setup"), "qwen3", num_hidden_layers=4)
+
+
+@pytest.mark.slow
+def test_what_megatron_itself_refuses_is_told_by_the_section(model: str) -> None:
+    heads = {"tensor_model_parallel_size": 2, "model_overrides": {"num_attention_heads": 1}}
+    cfg = policy(Layout("", 1, heads), model, packed=False)
+    with pytest.raises(RankError, match=r"policy\.megatron_cfg: Megatron refuses these settings"):
+        run_ranks(1, describe, cfg, CPU)
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ LAYOUT = {
 """What Core is told about the format, saving and loading; it adds process groups to its copy."""
 SETTINGS = (
     *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
-    *("sgd_momentum",),
+    *("sgd_momentum", "use_distributed_optimizer"),
 )
 """Of the optimizer: a checkpoint must agree."""
 PLAIN = ("torch.distributed.checkpoint.", "torch._C._distributed")

@@ -102,7 +102,8 @@ def describe(cfg: PolicyConfig) -> Described:
     """The provider of `cfg.model_name` with everything that `cfg` says about it, finalised.
 
     Raises:
-        ValueError: Bridge does not know the model, or `model_overrides` do not fit its provider.
+        ValueError: Bridge does not know the model, `model_overrides` do not fit its provider, or
+            its own checks refuse the result.
     """
     megatron = cfg.megatron_cfg
     with warnings.catch_warnings():
@@ -124,7 +125,13 @@ def describe(cfg: PolicyConfig) -> Described:
         provider.transformer_layer_spec = module.local_layer_spec
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        provider.finalize()
+        try:
+            provider.finalize()
+        except (ValueError, AssertionError) as error:
+            raise ValueError(
+                f"policy.megatron_cfg: Megatron refuses these settings for {cfg.model_name!r}: "
+                f"{error}"
+            ) from error
     return Described(bridge, provider)
 
 
