@@ -12,7 +12,7 @@ from parity import SIZES, Layout, policy
 from ranks import run_ranks
 from test_megatron import load_and_go_on, save_midway
 
-from minirl.backends import open_backend, plans
+from minirl.backends import check_policy, open_backend, plans
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
@@ -127,6 +127,47 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(
     ):
         for found in run_ranks(2, refusal, config(model, **keys)):
             assert message in found
+
+
+def save_any(folder: Path, model_type: str) -> str:
+    """A tiny random model of any family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=1,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def trained(axis: Axis, cfg: PolicyConfig) -> tuple[float, dict[str, torch.Tensor]]:
+    from minirl.metrics import value
+
+    backend, state = open_backend(cfg, axis, key_of(0))
+    state, metrics = backend.update_(state, [make_work(make_samples(4))])
+    return value(metrics["grad_norm"]), exported(backend, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["granite", "cohere", "gemma3_text"])
+def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_path: Path) -> None:
+    model = save_any(tmp_path / family, family)
+    [(norm, weights)] = run_ranks(1, trained, config(model))
+    for found, cut in run_ranks(2, trained, config(model, **TP2)):
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert distance(cut, weights) < 1e-5
+    with pytest.raises(ValueError, match="does not say which blocks read whole sequences"):
+        check_policy(config(model, **SP2))
 
 
 # ---- states -------------------------------------------------------------------------------------

@@ -121,7 +121,13 @@ def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool)
     """
     model = text_facts(facts)
     if keys.tensor_parallel_size > 1:
-        plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
+        plan = plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
+        if keys.sequence_parallel and "block" not in plan.values():
+            raise ValueError(
+                "policy.dtensor_cfg.sequence_parallel: the plan for models of type "
+                f"{facts['model_type']!r} does not say which blocks read whole sequences; set it "
+                "to false, or name a plan by policy.dtensor_cfg.custom_parallel_plan"
+            )
         plans.check_heads(model, keys.tensor_parallel_size)
     number, size = num_experts(facts), keys.expert_parallel_size
     if size > 1 and number % size:
@@ -268,6 +274,8 @@ def _layers(model: Model) -> list[Any]:
 def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
     plans.check_heads(text_facts(model.config.to_dict()), mesh.size())
     plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
+    if keys.custom_parallel_plan is None:
+        plan = {**plan, **plans.whole_parts(model, plan)}
     if keys.lora_cfg.enabled:
         plan = dtensor_lora.cut_plan(plan, model)
     cut: Any = parallelize_module

@@ -11,6 +11,7 @@ Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthika
 """
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, cast
 
@@ -53,6 +54,12 @@ QWEN3: Plan = {
     f"{LAYER}self_attn.q_norm": "heads",
     f"{LAYER}self_attn.k_norm": "heads",
 }
+WORDS: dict[str, Part] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "replicated_with_grad_allreduce": "heads",
+}
+"""Our parts, by transformers' names. What gathers or splits inside a pair is not among them."""
 PLANS: dict[str, Plan] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}
 """By `model_type` of the Hugging Face config."""
 
@@ -60,16 +67,20 @@ PLANS: dict[str, Plan] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwe
 def find_plan(model_type: str, custom: str | None) -> Plan:
     """The plan at the import path `custom` (`package.module:NAME`), else the family's.
 
+    A family that has none here gets Hugging Face's own plan of its linear layers.
+
     Raises:
-        ValueError: the path leads to no plan, or the family has none.
+        ValueError: the path leads to no plan, or the family has none that is understood here.
     """
     key = "policy.dtensor_cfg.custom_parallel_plan"
     if custom is None:
-        if model_type in PLANS:
-            return PLANS[model_type]
+        known = PLANS.get(model_type) or _hugging_face_plan(model_type)
+        if known is not None:
+            return known
         raise ValueError(
             f"policy.dtensor_cfg.tensor_parallel_size: models of type {model_type!r} have no plan "
-            f"here (only {sorted(PLANS)}); write one and name it by {key}, or use megatron_cfg"
+            f"here ({sorted(PLANS)}), nor one of Hugging Face's that is understood; write one and "
+            f"name it by {key}, or use megatron_cfg"
         )
     module, _, name = custom.partition(":")
     try:
@@ -84,6 +95,34 @@ def find_plan(model_type: str, custom: str | None) -> Plan:
         f"{key}: {custom!r} names no plan: give package.module:NAME of a mapping from module names "
         f"(with * for a number) to one of {parts}"
     )
+
+
+def _hugging_face_plan(model_type: str) -> Plan | None:
+    """The plan in transformers' config of the family, if all of it can be said in our parts.
+
+    It names linear layers and norms of heads; `whole_parts` adds what it leaves out.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = cast(Any, AutoConfig).for_model(model_type)
+    except ValueError:
+        return None
+    theirs = cast("dict[str, str]", config.base_model_tp_plan or {})
+    if not theirs or not set(theirs.values()) <= WORDS.keys():
+        return None
+    layers: dict[str, Part] = {f"model.{name}": WORDS[word] for name, word in theirs.items()}
+    return {**layers, "model.embed_tokens": "embedding", "lm_head": "output"}
+
+
+def whole_parts(model: nn.Module, plan: Plan) -> dict[str, Part]:
+    """Modules with parameters of their own that `plan` leaves out: each rank computes them."""
+    found: dict[str, Part] = {}
+    for name, module in model.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if pattern not in plan and any(True for _ in module.parameters(recurse=False)):
+            found[pattern] = "norm"
+    return found
 
 
 def styles(plan: Plan, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
