@@ -357,7 +357,7 @@ def test_jobs_that_start_at_once_share_one_real_conversion(tmp_path: Path):
     model = save_model(tmp_path / "model", "qwen3", **SIZES)
     root, saved = tmp_path / "converted", tmp_path / "saved"
     saved.mkdir()
-    cfg = config(model, model_overrides={"layernorm_epsilon": 0.03})
+    cfg = config(model, model_overrides={"init_method_std": 0.03})
     found = run_ranks(4, open_at_once, cfg, root)
     assert len({ino for ino, _ in found}) == 1
     assert {FACTS, "run_config.yaml", ".metadata"} <= set(found[0][1])
@@ -373,7 +373,7 @@ def test_jobs_that_start_at_once_share_one_real_conversion(tmp_path: Path):
         conversion = folder_of(model) / ITERATION
     for folder, size in ((conversion, 1), (saved, 2)):
         provider = OmegaConf.load(folder / "run_config.yaml").model
-        assert provider.layernorm_epsilon == 0.03
+        assert provider.init_method_std == 0.03
         assert provider.tensor_model_parallel_size == size
         assert provider.calculate_per_token_loss is True
 

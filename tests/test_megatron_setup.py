@@ -123,9 +123,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.slow
 def test_what_megatron_itself_refuses_is_told_by_the_section(model: str) -> None:
-    heads = {"tensor_model_parallel_size": 2, "model_overrides": {"num_attention_heads": 1}}
-    cfg = policy(Layout("", 1, heads), model, packed=False)
+    overrides = {"cpu_offloading": True, "cpu_offloading_num_layers": 99}
+    cfg = policy(Layout("", 1, {"model_overrides": overrides}), model, packed=False)
     with pytest.raises(RankError, match=r"policy\.megatron_cfg: Megatron refuses these settings"):
+        run_ranks(1, describe, cfg, CPU)
+
+
+@pytest.mark.slow
+def test_what_the_engine_reads_too_is_not_overridden_for_training_alone(model: str) -> None:
+    overrides = {"rotary_base": 20000}
+    cfg = policy(Layout("", 1, {"model_overrides": overrides}), model, packed=False)
+    with pytest.raises(RankError, match=r"set policy\.hf_config_overrides\.rope_theta instead"):
         run_ranks(1, describe, cfg, CPU)
 
 
@@ -135,7 +143,7 @@ def test_first_class_keys_and_overrides_reach_the_provider(model: str) -> None:
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 2,
         "activation_checkpointing": True,
-        "model_overrides": {"layernorm_epsilon": 0.5, "masked_softmax_fusion": False},
+        "model_overrides": {"init_method_std": 0.5, "masked_softmax_fusion": False},
     }
     [found] = run_ranks(1, describe, policy(Layout("", 1, megatron), model, packed=False), CPU)
     expected = {
@@ -145,7 +153,7 @@ def test_first_class_keys_and_overrides_reach_the_provider(model: str) -> None:
         "recompute_granularity": "full",
         "recompute_method": "uniform",
         "recompute_num_layers": 1,
-        "layernorm_epsilon": 0.5,
+        "init_method_std": 0.5,
         "masked_softmax_fusion": False,
         "calculate_per_token_loss": True,
         "params_dtype": torch.float32,

@@ -54,6 +54,13 @@ def open_bridge(model_name: str, model_type: str) -> Any:
         ) from error
 
 
+def models_own_fields() -> list[tuple[str, str]]:
+    """Fields of Hugging Face configs that shape a model, and the provider's for them."""
+    module = importlib.import_module(f"{ROOT}.models.conversion.model_bridge")
+    pairs: list[tuple[str, str]] = module.MegatronModelBridge.CONFIG_MAPPING
+    return [(theirs, own) for theirs, own in pairs if own != "init_method_std"]  # never drawn here
+
+
 def vocabulary_names(bridge: Any) -> set[str]:
     """Hugging Face names of the tensors with a row for each token of the vocabulary."""
     mappings = bridge._model_bridge.mapping_registry().mappings

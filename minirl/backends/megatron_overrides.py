@@ -8,7 +8,7 @@ import copy
 import dataclasses
 import enum
 import types
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import (
     Annotated,
@@ -46,6 +46,26 @@ def merge_overrides(provider: P, overrides: Mapping[str, Any], first_class: Coll
     """
     check_overrides(overrides, first_class)
     return cast("P", _merged(provider, overrides, PATH))
+
+
+def refuse_models_own(
+    overrides: Mapping[str, Any], provider: object, names: Iterable[tuple[str, str]]
+) -> None:
+    """Refuses overrides of what the model's config.json says: the engine reads only the latter.
+
+    `names` are pairs of a field of that config and the provider's field that is read from it.
+
+    Raises:
+        ValueError: an override differs from what `provider`, as read, says.
+    """
+    own = dict(vars(provider))
+    for theirs, name in names:
+        refuse(
+            name in overrides and name in own and overrides[name] != own[name],
+            f"{PATH}.{name} is {overrides.get(name)!r}, but the model's config makes it "
+            f"{own.get(name)!r}, in the engine too, and the two would differ; set "
+            f"policy.hf_config_overrides.{theirs} instead",
+        )
 
 
 def refuse_decided(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -> None:

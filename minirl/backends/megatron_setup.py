@@ -19,8 +19,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from minirl.backends import megatron_cpu
-from minirl.backends.megatron_bridge import core, has_transformer_engine, open_bridge
-from minirl.backends.megatron_overrides import merge_overrides, refuse_decided
+from minirl.backends.megatron_bridge import (
+    core,
+    has_transformer_engine,
+    models_own_fields,
+    open_bridge,
+)
+from minirl.backends.megatron_overrides import merge_overrides, refuse_decided, refuse_models_own
 from minirl.hf import model_facts
 from minirl.megatron_config import MegatronConfig
 from minirl.policy_config import PolicyConfig
@@ -110,6 +115,7 @@ def describe(cfg: PolicyConfig) -> Described:
         warnings.simplefilter("ignore")  # of Bridge's own deprecated calls
         bridge = open_bridge(cfg.model_name, model_facts(cfg.model_name)["model_type"])
         provider = bridge.to_megatron_provider(load_weights=False)
+    refuse_models_own(megatron.model_overrides, provider, models_own_fields())
     provider = merge_overrides(provider, megatron.model_overrides, MegatronConfig.__struct_fields__)
     facts = (
         provider_fields(cfg)
