@@ -275,7 +275,8 @@ def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
     plans.check_heads(text_facts(model.config.to_dict()), mesh.size())
     plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
     if keys.custom_parallel_plan is None:
-        plan = {**plan, **plans.whole_parts(model, plan)}
+        whole: plans.Plan = {**plan, **plans.whole_parts(model, plan)}
+        plan = whole
     if keys.lora_cfg.enabled:
         plan = dtensor_lora.cut_plan(plan, model)
     cut: Any = parallelize_module

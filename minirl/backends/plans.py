@@ -115,12 +115,12 @@ def _hugging_face_plan(model_type: str) -> Plan | None:
     return {**layers, "model.embed_tokens": "embedding", "lm_head": "output"}
 
 
-def whole_parts(model: nn.Module, plan: Plan) -> dict[str, Part]:
+def whole_parts(model: Any, plan: Plan) -> dict[str, Part]:
     """Modules with parameters of their own that `plan` leaves out: each rank computes them."""
     found: dict[str, Part] = {}
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        if pattern not in plan and any(True for _ in module.parameters(recurse=False)):
+        if pattern not in plan and dict(module.named_parameters(recurse=False)):
             found[pattern] = "norm"
     return found
 
