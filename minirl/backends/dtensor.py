@@ -155,7 +155,11 @@ def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
         **documents,
     )
     logprobs, entropy = vocab_logprobs(
-        output.logits, inputs.following.to(device), trainer.vocabulary, head.temperature
+        output.logits,
+        inputs.following.to(device),
+        trainer.vocabulary,
+        head.temperature,
+        with_entropy=head.entropy,
     )
     batch, length = rows.tokens.shape
     whole = partial(

@@ -203,7 +203,9 @@ def _token_values(
     """Log-probs and entropies at this rank's positions `part`, from their logits."""
     real = max(0, min(logits.shape[-1], stage.vocab_size - stage.shard.start))
     following = inputs.following[:, part].to(logits.device)
-    return vocab_logprobs(logits[..., :real], following, stage.shard, head.temperature)
+    return vocab_logprobs(
+        logits[..., :real], following, stage.shard, head.temperature, with_entropy=head.entropy
+    )
 
 
 def _from_hidden(

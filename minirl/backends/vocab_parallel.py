@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from minirl.types import TokenLogProbs
 
@@ -31,6 +32,8 @@ def vocab_logprobs(
     tokens: Int[Tensor, "batch position"],
     shard: Shard,
     temperature: float = 1.0,
+    *,
+    with_entropy: bool = True,
 ) -> tuple[TokenLogProbs, TokenLogProbs]:
     r"""The log-prob of one token at each position, and the exact entropy, on every rank.
 
@@ -38,7 +41,8 @@ def vocab_logprobs(
     m = max_v z_v,  S = sum_v exp(z_v - m),  E = sum_v exp(z_v - m) (z_v - m),  z = logits / T
 
     The gradient of the log-prob with respect to this rank's logits is g (1[v = y] - p_v) / T: every
-    rank is given the same g, that of the whole loss. The entropy carries none.
+    rank is given the same g, that of the whole loss. The entropy carries none, and is 0 unless
+    asked for.
 
     Collective: every rank of the group calls this with the same tokens.
 
@@ -51,7 +55,7 @@ def vocab_logprobs(
             " greedy sampling (0) has no policy gradient"
         )
     flat, chosen = logits.flatten(0, 1), tokens.reshape(-1)
-    found, entropy = cast(Any, _VocabLogProbs).apply(flat, chosen, shard, temperature)
+    found, entropy = cast(Any, _VocabLogProbs).apply(flat, chosen, shard, temperature, with_entropy)
     return found.view(tokens.shape), entropy.view(tokens.shape)
 
 
@@ -125,7 +129,12 @@ class _VocabLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, chosen: Tensor, shard: Shard, temperature: float
+        ctx: Any,
+        flat: Tensor,
+        chosen: Tensor,
+        shard: Shard,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         found: list[Tensor] = []
         entropy: list[Tensor] = []
@@ -134,7 +143,13 @@ class _VocabLogProbs(torch.autograd.Function):
         local = torch.where(own, chosen - shard.start, 0)
         # Ranks reduce part by part, so they cut rows alike, however many columns each has.
         for part in _parts(flat, shard.group):
-            scaled = _precise(flat[part]) / temperature
+            scaled = _precise(flat[part])
+            scaled = scaled if temperature == 1.0 else scaled / temperature
+            if shard.group is None:
+                values = _on_one_rank(scaled, local[part, None], with_entropy=with_entropy)
+                for value, values_so_far in zip(values, (found, entropy, levels), strict=True):
+                    values_so_far.append(value)
+                continue
             most, total, energy = _statistics(scaled, shard.group)
             level = most + total.log()
             mine = scaled.new_zeros(len(scaled), 1)
@@ -149,16 +164,33 @@ class _VocabLogProbs(torch.autograd.Function):
         return torch.cat(found), entropies
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         gradient = grad_outputs[0]
         flat, local, own, levels = ctx.saved_tensors
         into = torch.empty_like(flat)
         for part in _parts(flat):
-            away = -(_precise(flat[part]) / ctx.temperature - levels[part]).exp()
+            scaled = _precise(flat[part])
+            scaled = scaled if ctx.temperature == 1.0 else scaled / ctx.temperature
+            away = -(scaled - levels[part]).exp()
             if flat.shape[1]:
                 away.scatter_add_(-1, local[part, None], own[part, None].to(away.dtype))
             into[part] = (away * (gradient[part, None] / ctx.temperature)).to(into.dtype)
-        return into, None, None, None
+        return into, None, None, None, None
+
+
+def _on_one_rank(
+    scaled: Tensor, chosen: Tensor, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob, entropy and log-sum-exp of every row, by torch's one pass over it."""
+    logs = log_softmax(scaled, -1)
+    mine = logs.gather(-1, chosen)
+    level = scaled.gather(-1, chosen) - mine
+    if not bool(level.isfinite().all()):  # a token that cannot be sampled was chosen
+        level = scaled.logsumexp(-1, keepdim=True)
+    entropy = torch.zeros_like(mine)
+    if with_entropy:
+        entropy = -(logs.exp() * logs.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
+    return mine.squeeze(-1), entropy.squeeze(-1), level
 
 
 def _parts(flat: Tensor, group: dist.ProcessGroup | None = None) -> list[slice]:
