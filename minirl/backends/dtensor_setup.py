@@ -274,7 +274,7 @@ def _layers(model: Model) -> list[Any]:
 def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
     plans.check_heads(text_facts(model.config.to_dict()), mesh.size())
     plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
-    if keys.custom_parallel_plan is None:
+    if keys.custom_parallel_plan is None and model.config.model_type not in plans.PLANS:
         whole: plans.Plan = {**plan, **plans.whole_parts(model, plan)}
         plan = whole
     if keys.lora_cfg.enabled:

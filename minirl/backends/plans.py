@@ -120,7 +120,8 @@ def whole_parts(model: Any, plan: Plan) -> dict[str, Part]:
     found: dict[str, Part] = {}
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-        if pattern not in plan and dict(module.named_parameters(recurse=False)):
+        adapted = "lora_" in name or name.endswith(".base_layer")  # by its layer's name, later
+        if pattern not in plan and not adapted and dict(module.named_parameters(recurse=False)):
             found[pattern] = "norm"
     return found
 
