@@ -70,7 +70,7 @@ Contracts: records of functions, and what is built on them alone
 
 Backends: the only mutable objects; each file alone imports its dependency
     backends/hf_files.py       a model's own files of weights, and their names
-    backends/states.py         which state of a trainer is valid
+    backends/states.py         what the backends share of an update
     backends/norms.py          the gradient norm of sharded parameters
     backends/optim.py          optimizers and schedules by import path
     backends/shards.py         a sharded training state on disk

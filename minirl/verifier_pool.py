@@ -291,7 +291,7 @@ def serve(fd: int, parent: int) -> None:
         try:
             factory, settings = pool.recv()
             function = cast(Function, load_function(factory)(**pickle.loads(settings)))
-        except Exception:
+        except Exception:  # whatever a user's own code raises is told to the pool, which raises it
             _send(pool, _Reply("unusable", detail=traceback.format_exc()))
             return
         _send(pool, _Reply("ready"))

@@ -4,15 +4,13 @@ Both run on two processes with real vLLM: FSDP2 shards the weights, Megatron-Cor
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 
-ROOT = Path(__file__).parent.parent
 STEPS = 5
 SHORT = (
     f"grpo.max_num_steps={STEPS}",
@@ -35,20 +33,6 @@ SAMPLED = ("reward_mean", "response_tokens", "response_tokens_max", "truncated",
 """What any other sampled token would change."""
 
 pytestmark = pytest.mark.slow
-
-
-def run(*command: str | Path) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def train(recipe: str, model: Path, folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

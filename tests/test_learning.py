@@ -1,31 +1,15 @@
 """The CPU recipe as a user runs it: real processes, real vLLM, from nothing to a learnt policy."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run
 
-ROOT = Path(__file__).parent.parent
 RECIPE = "bin/recipes/grpo_tiny_cpu.yaml"
 
 pytestmark = pytest.mark.slow
-
-
-def run(*command: str | Path) -> str:
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
 
 
 def train(model: Path, folder: Path, *overrides: str) -> tuple[list[dict[str, float]], str]:

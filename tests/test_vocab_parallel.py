@@ -108,6 +108,23 @@ def test_a_token_that_cannot_be_sampled_adds_nothing_to_the_entropy() -> None:
     assert entropy.item() == pytest.approx(0.6931472)
 
 
+# field failure 40
+def test_nothing_as_large_as_the_logits_is_kept_beside_them() -> None:
+    logits, tokens, _ = draw(5, (2, 8, 512))
+    logits.requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        found, _ = vocab_logprobs(logits, tokens, WHOLE, 0.7)
+    found.sum().backward()
+    assert kept.pop(logits.untyped_storage().data_ptr()) == logits.untyped_storage().nbytes()
+    assert sum(kept.values()) < logits.untyped_storage().nbytes() / 10
+
+
 def test_equal_logits_are_taken_in_the_order_of_their_ids() -> None:
     _, ids = vocab_top_k(torch.zeros(1, 1, 5), 3, WHOLE)
     assert ids.tolist() == [[[0, 1, 2]]]

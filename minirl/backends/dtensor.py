@@ -36,14 +36,14 @@ from minirl.backends.dtensor_setup import (
 from minirl.backends.hf_files import as_on_disk
 from minirl.backends.norms import global_norm, local_shard, scale_
 from minirl.backends.row_layout import document_lengths, to_model, to_rows
-from minirl.backends.states import Handle, current, succeed, update_metrics
+from minirl.backends.states import Handle, attached, current, succeed, update_metrics
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.hf import check_model
 from minirl.metrics import Metrics, merge
 from minirl.parallel import Axis, require_equal
 from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
-from minirl.types import Rows, Scalar
+from minirl.types import Rows
 
 
 @dataclass(slots=True)
@@ -263,15 +263,8 @@ def _accumulate_(trainer: Trainer, work: Work, *, is_last: bool) -> Metrics:
     trainer.model.set_requires_gradient_sync(is_last)
     output = _view(trainer, work.rows, work.head)
     loss, metrics = work.loss(output)
-    _attached(loss, output).backward()
+    attached(loss, output).backward()
     return metrics
-
-
-def _attached(loss: Scalar, output: TokenOutput) -> Scalar:
-    """The loss, with a zero gradient if it has none: every rank must take part in the backward."""
-    if loss.requires_grad:
-        return loss
-    return loss + torch.zeros_like(output.logprobs).mul(output.logprobs).sum()
 
 
 def _end_step_(state: State) -> State:

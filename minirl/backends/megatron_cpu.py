@@ -304,7 +304,7 @@ class GroupStepAdam(Optimizer):
         )
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # takes no closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # Core gives none and reads no loss
         """One update of every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:

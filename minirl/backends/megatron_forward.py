@@ -27,6 +27,7 @@ from minirl.backends.row_layout import (
     to_model,
     to_rows,
 )
+from minirl.backends.states import attached
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.metrics import Metrics
 from minirl.policy_config import PolicyConfig
@@ -111,7 +112,7 @@ def backward_(stage: Stage, works: Sequence[Work]) -> list[Metrics]:
     def loss_of(work: Work, view: TokenOutput) -> Any:
         loss, metrics = work.loss(view)
         # No tokens are counted: the loss is already divided, and Core shall not divide it again.
-        return _attached(loss, view), torch.zeros((), dtype=torch.int, device=loss.device), metrics
+        return attached(loss, view), torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
     return _run(stage, works, loss_of, train=True)
 
@@ -238,13 +239,6 @@ def _from_hidden(
     return torch.cat(
         [again(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1
     )
-
-
-def _attached(loss: Scalar, output: TokenOutput) -> Scalar:
-    """The loss, with a zero gradient if it has none: the schedule runs backward regardless."""
-    if loss.requires_grad:
-        return loss
-    return loss + torch.zeros_like(output.logprobs).mul(output.logprobs).sum()
 
 
 def _from_last_stage(items: list[Any], stage: Stage) -> list[Any]:

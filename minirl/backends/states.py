@@ -1,4 +1,4 @@
-"""Which state of a trainer is valid: the last one, and only that.
+"""What the backends share of an update: which state is valid, what is reported, what is attached.
 
 A trainer changes in place. A state holds a handle with the trainer's stamp, so that one which was
 consumed is told apart from the one that followed it.
@@ -7,8 +7,11 @@ consumed is told apart from the one that followed it.
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
-from minirl.backend import TrainState
+import torch
+
+from minirl.backend import TokenOutput, TrainState
 from minirl.metrics import Metrics, Sum, mean_of, scalar
+from minirl.types import Scalar
 
 
 @runtime_checkable
@@ -59,3 +62,10 @@ def update_metrics(norm: float, lr: float, *, taken: bool, data_rank: int) -> Me
     """What every update reports; a skipped one is counted on one rank, since ranks are summed."""
     skipped = Sum(scalar(float(not taken and data_rank == 0)))
     return {"grad_norm": mean_of(norm), "lr": mean_of(lr), "nonfinite_updates": skipped}
+
+
+def attached(loss: Scalar, output: TokenOutput) -> Scalar:
+    """The loss, with a zero gradient if it has none: every rank takes part in a backward pass."""
+    if loss.requires_grad:
+        return loss
+    return loss + torch.zeros_like(output.logprobs).mul(output.logprobs).sum()
