@@ -77,8 +77,8 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
+    backends/experts.py        each rank holds some experts of a mixture
     backends/plans.py          how layers are cut for tensor parallelism, by family
-    backends/experts.py        tokens travel to the ranks that hold their experts
     backends/dtensor_lora.py   adapters beside frozen layers
     backends/dtensor_setup.py  mesh of ranks, model, sharding
     backends/dtensor.py        any Hugging Face causal LM under FSDP2

@@ -86,8 +86,8 @@ class DTensorConfig(Section, frozen=True):
         refuse(
             self.expert_parallel_size > 1 and self.tensor_parallel_size > 1,
             f"expert_parallel_size {self.expert_parallel_size} and tensor_parallel_size "
-            f"{self.tensor_parallel_size} exclude each other here; use policy.megatron_cfg, which "
-            "has both",
+            f"{self.tensor_parallel_size} exclude each other here: tensor parallelism deals out "
+            "experts as well, so set one to 1; or use policy.megatron_cfg, which has both",
         )
         refuse(
             self.expert_parallel_size > 1 and self.dp_replicate_size > 1,

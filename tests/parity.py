@@ -60,6 +60,7 @@ OVERLAP = {
 MOVING = {"freeze_moe_router": False}
 EP2 = {"expert_parallel_size": 2, **MOVING}
 TP2, CP2 = {"tensor_parallel_size": 2}, {"context_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
 
 LAYOUTS = [
     Layout("FSDP2", 2),
@@ -67,15 +68,19 @@ LAYOUTS = [
     Layout("FSDP2, activation checkpointing", 2, dtensor={"activation_checkpointing": True}),
     Layout("FSDP2, cpu_offload, 1 rank", 1, dtensor={"cpu_offload": True}),
     Layout("FSDP2 TP2", 2, dtensor=TP2),
-    Layout("FSDP2 TP2 + SP", 2, dtensor={**TP2, "sequence_parallel": True}),
-    Layout("FSDP2 TP2 + SP, untied", 2, dtensor={**TP2, "sequence_parallel": True}, family="llama"),
+    Layout("FSDP2 TP2 + SP", 2, dtensor=SP2),
+    Layout("FSDP2 TP2 + SP, untied", 2, dtensor=SP2, family="llama"),
     Layout("FSDP2 CP2", 2, dtensor=CP2),
     Layout("FSDP2 EP2 (MoE)", 2, dtensor=EP2, family="qwen3_moe"),
     Layout("FSDP2 EP2 x DP2 (MoE)", 4, dtensor=EP2, family="qwen3_moe"),
     Layout("FSDP2 EP2 x CP2 (MoE)", 4, dtensor={**EP2, **CP2}, family="qwen3_moe"),
+    Layout("FSDP2 TP2 (MoE)", 2, dtensor={**TP2, **MOVING}, family="qwen3_moe"),
+    Layout("FSDP2 TP2 + SP (MoE)", 2, dtensor={**SP2, **MOVING}, family="qwen3_moe"),
+    Layout("FSDP2 TP2 x DP2 (MoE)", 4, dtensor={**TP2, **MOVING}, family="qwen3_moe"),
+    Layout("FSDP2 TP2 + SP x CP2 (MoE)", 4, dtensor={**SP2, **CP2, **MOVING}, family="qwen3_moe"),
     Layout("FSDP2 HSDP 2x2", 4, dtensor={"dp_replicate_size": 2}),
     Layout("FSDP2 TP2 x DP2", 4, dtensor=TP2),
-    Layout("FSDP2 TP2 + SP x CP2", 4, dtensor={**TP2, **CP2, "sequence_parallel": True}),
+    Layout("FSDP2 TP2 + SP x CP2", 4, dtensor={**SP2, **CP2}),
     Layout(
         "FSDP2 CP2 x DP2, activation checkpointing",
         4,
@@ -83,13 +88,7 @@ LAYOUTS = [
     ),
     Layout("FSDP2, LoRA", 2, lora=True),
     Layout("FSDP2 TP2, LoRA", 2, dtensor=TP2, lora=True),
-    Layout(
-        "FSDP2 TP2 + SP, untied, LoRA",
-        2,
-        dtensor={**TP2, "sequence_parallel": True},
-        family="llama",
-        lora=True,
-    ),
+    Layout("FSDP2 TP2 + SP, untied, LoRA", 2, dtensor=SP2, family="llama", lora=True),
     Layout(
         "FSDP2 CP2, activation checkpointing, LoRA",
         2,
@@ -103,6 +102,7 @@ LAYOUTS = [
         family="qwen3_moe",
         lora=True,
     ),
+    Layout("FSDP2 TP2 + SP (MoE), LoRA", 2, dtensor=SP2, family="qwen3_moe", lora=True),
     Layout("FSDP2 HSDP 2x2, LoRA", 4, dtensor={"dp_replicate_size": 2}, lora=True),
     Layout("FSDP2 TP2 x DP2, LoRA", 4, dtensor=TP2, lora=True),
     Layout("Megatron", 1, {}),

@@ -24,6 +24,8 @@ CP2 = {"context_parallel_size": 2}
 EP2 = {"expert_parallel_size": 2}
 TOO_SMALL: plans.Plan = {"model.norm": "norm"}
 """A plan that leaves nearly everything out."""
+NO_EXPERTS: plans.Plan = {"model.norm": "experts"}
+"""A plan that takes a norm for experts."""
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +124,43 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(
             {**TP2, "custom_parallel_plan": "test_dtensor_layouts:TOO_SMALL"},
             "the plan for tensor parallelism leaves out",
         ),
-        (models["qwen3_moe"], TP2, "models of type 'qwen3_moe' have no plan"),
+        (
+            models["qwen3"],
+            {**TP2, "custom_parallel_plan": "test_dtensor_layouts:NO_EXPERTS"},
+            "'experts' is for modules that hold gate_up_proj and down_proj",
+        ),
         (models["qwen3"], EP2, "the model has no experts"),
     ):
         for found in run_ranks(2, refusal, config(model, **keys)):
             assert message in found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"num_experts": 6}, "4 does not divide the model's 6 experts"),
+        ({"mlp_only_layers": [0]}, "4 does not divide the model's 63 columns"),
+        ({"decoder_sparse_step": 2}, "4 does not divide the model's 63 columns"),
+        ({"num_experts": 0}, "4 does not divide the model's 63 columns"),
+    ],
+)
+def test_of_a_mixture_experts_are_dealt_out_and_columns_of_dense_layers_cut(
+    change: dict[str, Any], message: str | None
+) -> None:
+    model = {"num_attention_heads": 8, "intermediate_size": 63, "num_experts": 8, **change}
+    if message is None:
+        plans.check_heads(model, 4)
+        return
+    with pytest.raises(ValueError, match=message):
+        plans.check_heads(model, 4)
+
+
+def test_a_mixture_whose_layers_are_not_all_alike_is_refused(tmp_path: Path) -> None:
+    mixed = save_model(tmp_path, "qwen3_moe", **SIZES, mlp_only_layers=[1])
+    message = "tensor_parallel_size is 2, but some layers of the model are mixtures"
+    with pytest.raises(ValueError, match=message):
+        check_policy(config(mixed, **TP2))
 
 
 def save_any(folder: Path, model_type: str) -> str:
@@ -154,7 +188,8 @@ def trained(axis: Axis, cfg: PolicyConfig) -> tuple[float, dict[str, torch.Tenso
     from minirl.metrics import value
 
     backend, state = open_backend(cfg, axis, key_of(0))
-    state, metrics = backend.update_(state, [make_work(make_samples(4))])
+    data = backend.data_axis
+    state, metrics = backend.update_(state, [make_work(make_samples(4)[data.rank :: data.size])])
     return value(metrics["grad_norm"]), exported(backend, state)
 
 
@@ -170,6 +205,28 @@ def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_p
         check_policy(config(model, **SP2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "keys"),
+    [
+        (2, {**SP2, "activation_checkpointing": True}),
+        (2, {**TP2, "cpu_offload": True}),
+        (4, {**TP2, "dp_replicate_size": 2}),
+        (6, TP2),
+    ],
+    ids=["recomputed", "offloaded", "copies", "fewer experts than shards"],
+)
+def test_a_mixture_cut_in_any_way_is_trained_like_the_whole(
+    models: dict[str, str], ranks: int, keys: dict[str, Any]
+) -> None:
+    moving: dict[str, Any] = {"freeze_moe_router": False}
+    [(norm, weights)] = run_ranks(1, trained, config(models["qwen3_moe"], **moving))
+    cut_up = config(models["qwen3_moe"], packed=True, **moving, **keys)
+    for found, cut in run_ranks(ranks, trained, cut_up):
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert distance(cut, weights) < 1e-5
+
+
 # ---- states -------------------------------------------------------------------------------------
 
 
@@ -179,9 +236,10 @@ def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_p
     [
         ("qwen3", (2, TP2), [(2, TP2), (1, {}), (2, {}), (2, SP2), (2, CP2)]),
         ("qwen3", (4, SP2), [(1, {})]),
-        ("qwen3_moe", (2, EP2), [(2, EP2), (1, {}), (2, CP2)]),
+        ("qwen3_moe", (2, EP2), [(2, EP2), (1, {}), (2, CP2), (2, TP2)]),
+        ("qwen3_moe", (4, SP2), [(1, {}), (2, EP2)]),
     ],
-    ids=["dense", "cut and sharded", "mixture"],
+    ids=["dense", "cut and sharded", "mixture", "mixture, cut and sharded"],
 )
 def test_a_state_saved_in_one_layout_goes_on_in_any_other(
     models: dict[str, str],
@@ -223,9 +281,9 @@ def test_the_reference_is_swapped_in_under_any_layout(
         assert found == (True, True)
 
 
-def names(axis: Axis, cfg: PolicyConfig) -> dict[str, tuple[int, ...]]:
+def untrained(axis: Axis, cfg: PolicyConfig) -> dict[str, torch.Tensor]:
     backend, state = open_backend(cfg, axis, key_of(0))
-    return {name: tuple(x.shape) for name, x in exported(backend, state).items()}
+    return exported(backend, state)
 
 
 @pytest.mark.slow
@@ -233,9 +291,10 @@ def test_experts_are_exported_one_by_one_as_on_disk(models: dict[str, str]) -> N
     from safetensors.torch import load_file
 
     disk = load_file(Path(models["qwen3_moe"]) / "model.safetensors")
-    for keys in ({}, EP2):
-        found = run_ranks(2, names, config(models["qwen3_moe"], **keys))[0]
-        assert found == {name: tuple(x.shape) for name, x in disk.items()}
+    for ranks, keys in ((2, {}), (2, EP2), (4, TP2)):
+        for found in run_ranks(ranks, untrained, config(models["qwen3_moe"], **keys)):
+            assert found.keys() == disk.keys()
+            assert all(torch.equal(found[name], x) for name, x in disk.items()), keys
 
 
 def still(axis: Axis, cfg: PolicyConfig) -> set[str]:
@@ -247,11 +306,14 @@ def still(axis: Axis, cfg: PolicyConfig) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_router_is_frozen_unless_asked(models: dict[str, str]) -> None:
+@pytest.mark.parametrize("keys", [{}, TP2, SP2], ids=["whole", "TP", "TP and SP"])
+def test_the_router_is_frozen_unless_asked(models: dict[str, str], keys: dict[str, Any]) -> None:
+    ranks = keys.get("tensor_parallel_size", 1)
     for frozen in (True, False):
-        [found] = run_ranks(1, still, config(models["qwen3_moe"], freeze_moe_router=frozen))
-        assert found == {n for n in found if n.endswith("mlp.gate.weight")}
-        assert bool(found) == frozen
+        cfg = config(models["qwen3_moe"], freeze_moe_router=frozen, **keys)
+        for found in run_ranks(ranks, still, cfg):
+            assert found == {n for n in found if n.endswith("mlp.gate.weight")}
+            assert bool(found) == frozen
 
 
 def half(axis: Axis, cfg: PolicyConfig) -> float:
@@ -265,7 +327,8 @@ def half(axis: Axis, cfg: PolicyConfig) -> float:
 
 @pytest.mark.slow
 def test_bfloat16_is_close_in_every_layout(models: dict[str, str]) -> None:
-    [whole] = run_ranks(1, half, config(models["qwen3"]))
-    for keys in (SP2, {**CP2}):
-        for found in run_ranks(2, half, config(models["qwen3"], packed=True, **keys)):
-            assert found == pytest.approx(whole, rel=0.05)
+    for family, layouts in (("qwen3", (SP2, CP2)), ("qwen3_moe", (SP2,))):
+        [whole] = run_ranks(1, half, config(models[family]))
+        for keys in layouts:
+            for found in run_ranks(2, half, config(models[family], packed=True, **keys)):
+                assert found == pytest.approx(whole, rel=0.05)

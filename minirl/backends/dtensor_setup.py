@@ -121,14 +121,7 @@ def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool)
     """
     model = text_facts(facts)
     if keys.tensor_parallel_size > 1:
-        plan = plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
-        if keys.sequence_parallel and "block" not in plan.values():
-            raise ValueError(
-                "policy.dtensor_cfg.sequence_parallel: the plan for models of type "
-                f"{facts['model_type']!r} does not say which blocks read whole sequences; set it "
-                "to false, or name a plan by policy.dtensor_cfg.custom_parallel_plan"
-            )
-        plans.check_heads(model, keys.tensor_parallel_size)
+        _plan_of(facts, keys)
     number, size = num_experts(facts), keys.expert_parallel_size
     if size > 1 and number % size:
         raise ValueError(
@@ -148,6 +141,27 @@ def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool)
             "policy.sequence_packing.enabled to false and "
             "policy.dtensor_cfg.context_parallel_size to 1"
         )
+
+
+def _plan_of(facts: Mapping[str, Any], keys: DTensorConfig) -> plans.Plan:
+    model = text_facts(facts)
+    plan = plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
+    if keys.sequence_parallel and "block" not in plan.values():
+        raise ValueError(
+            "policy.dtensor_cfg.sequence_parallel: the plan for models of type "
+            f"{facts['model_type']!r} does not say which blocks read whole sequences; set it "
+            "to false, or name a plan by policy.dtensor_cfg.custom_parallel_plan"
+        )
+    mixed = num_experts(facts) and plans.has_dense_layers(model)
+    if mixed and keys.custom_parallel_plan is None:
+        raise ValueError(
+            f"policy.dtensor_cfg.tensor_parallel_size is {keys.tensor_parallel_size}, but some "
+            "layers of the model are mixtures and others dense, which the plan for models of type "
+            f"{facts['model_type']!r} cannot tell apart; set it to 1, or name a plan by "
+            "policy.dtensor_cfg.custom_parallel_plan"
+        )
+    plans.check_heads(model, keys.tensor_parallel_size)
+    return plan
 
 
 def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
@@ -272,8 +286,7 @@ def _layers(model: Model) -> list[Any]:
 
 
 def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
-    plans.check_heads(text_facts(model.config.to_dict()), mesh.size())
-    plan = plans.find_plan(model.config.model_type, keys.custom_parallel_plan)
+    plan = _plan_of(model.config.to_dict(), keys)
     if keys.custom_parallel_plan is None and model.config.model_type not in plans.PLANS:
         whole: plans.Plan = {**plan, **plans.whole_parts(model, plan)}
         plan = whole

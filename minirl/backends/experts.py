@@ -1,9 +1,12 @@
-"""Expert parallelism: each rank holds some experts of a mixture, and tokens travel to them.
+"""Each rank holds some experts of a mixture: tokens travel to them, or answers add up.
 
-A token is sent once for each expert it was routed to, to the rank that holds it, and its answer
-comes back; ranks see different samples, so all of them send at once. Whatever the router does stays
-as it is. The experts' parameters are cut over the group by expert, and sharded over the ranks
-outside it by FSDP along their next dimension.
+Under expert parallelism ranks see different samples. A token is sent once for each expert it was
+routed to, to the rank that holds it, and its answer comes back; all ranks send at once. Under
+tensor parallelism they see the same tokens: each rank answers for its own experts, and a token's
+answer is the sum over ranks.
+
+Whatever the router does stays as it is. The experts' parameters are cut over the group by expert,
+and FSDP shards what a rank has left over the ranks outside the group.
 
 Source: Lepikhin et al. 2020 (GShard), arXiv:2006.16668, section 2.
 """
@@ -16,8 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.functional import linear
+
+NAMES = ("gate_up_proj", "down_proj")
+"""What the parameters of a layer's experts are called."""
 
 
 def find_experts(model: nn.Module) -> list[Any]:
@@ -25,7 +32,7 @@ def find_experts(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        if set(own) == {"gate_up_proj", "down_proj"} and own["down_proj"].dim() == 3:
+        if set(own) == set(NAMES) and own["down_proj"].dim() == 3:
             found.append(module)
     return found
 
@@ -44,42 +51,99 @@ def cut_(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
             "(gate_up_proj and down_proj, without biases); set it to 1"
         )
     for experts in layers:
-        number = experts.down_proj.shape[0]
-        if number % size:
-            raise ValueError(f"{key} {size} does not divide the model's {number} experts")
-        each = number // size
-        own = slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
-        for name in ("gate_up_proj", "down_proj"):
-            part = getattr(experts, name).detach()[own].clone()
-            cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-            experts.register_parameter(name, nn.Parameter(cut))
-        experts.forward = types.MethodType(_forward_of(mesh.get_group(), number), experts)
+        number = _keep_own_(experts, mesh, key)
+        experts.forward = types.MethodType(_travelling(mesh.get_group(), number), experts)
     return layers
 
 
-def _forward_of(group: dist.ProcessGroup, number: int) -> Callable[..., Tensor]:
+def _keep_own_(experts: Any, mesh: DeviceMesh, key: str) -> int:
+    """Cuts one layer's experts over `mesh`; returns how many there are on all ranks."""
+    number, size = int(experts.down_proj.shape[0]), mesh.size()
+    if number % size:
+        raise ValueError(f"{key} {size} does not divide the model's {number} experts")
+    each = number // size
+    own = slice(mesh.get_local_rank() * each, (mesh.get_local_rank() + 1) * each)
+    for name in NAMES:
+        part = getattr(experts, name).detach()[own].clone()
+        cut = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        experts.register_parameter(name, nn.Parameter(cut))
+    return number
+
+
+class Share(ParallelStyle):
+    """The experts of a layer, of which each rank holds some and all ranks see the same tokens.
+
+    It gives a DTensor that is a part of a sum.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if module not in find_experts(module):
+            raise ValueError(
+                "policy.dtensor_cfg.custom_parallel_plan: 'experts' is for modules that hold "
+                f"gate_up_proj and down_proj, without biases, not for {type(module).__name__}"
+            )
+        _keep_own_(module, device_mesh, "policy.dtensor_cfg.tensor_parallel_size")
+        module.forward = types.MethodType(_sharing(device_mesh), module)
+        return module
+
+
+def _sharing(mesh: DeviceMesh) -> Callable[..., DTensor]:
+    def entering(x: Tensor) -> Tensor:
+        """The same on every rank; its gradient is the sum of theirs."""
+        placed = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, run_check=False)
+        whole = placed.redistribute(placements=[Replicate()])
+        return whole.to_local(grad_placements=[Partial()])
+
+    def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> DTensor:
+        """Shapes: [tokens, width], [tokens, k], [tokens, k] to [tokens, width]."""
+        seen, share = entering(hidden), entering(weights)
+        own = experts.down_proj.to_local().shape[0]
+        order, sent = _by_expert(chosen, own * mesh.size())
+        counts = _numbers(sent)
+        first = mesh.get_local_rank() * own
+        start, mine = sum(counts[:first]), counts[first : first + own]
+        order = order[start : start + sum(mine)]
+        answers = _answers(experts, seen[order // chosen.shape[1]], mine)
+        return DTensor.from_local(
+            _added(seen, answers, order, share), mesh, [Partial()], run_check=False
+        )
+
+    return forward
+
+
+def _travelling(group: dist.ProcessGroup, number: int) -> Callable[..., Tensor]:
     def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Shapes: [tokens, width], [tokens, k], [tokens, k] to [tokens, width]."""
         size = dist.get_world_size(group)
-        wanted = chosen.reshape(-1)
-        order = wanted.argsort(stable=True)
-        token = order // chosen.shape[1]
-        sent = wanted.bincount(minlength=number).view(size, -1)
+        order, sent = _by_expert(chosen, number)
+        sent = sent.view(size, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         coming, going = _numbers(received.sum(1)), _numbers(sent.sum(1))
         travel = cast(Any, _Travel).apply
-        arrived = travel(hidden[token], coming, going, group)
+        arrived = travel(hidden[order // chosen.shape[1]], coming, going, group)
         # They come rank by rank, and of each rank expert by expert.
         expert = torch.arange(received.shape[1], device=hidden.device).repeat(size)
         by_expert = expert.repeat_interleave(received.flatten()).argsort(stable=True)
         answers = _answers(experts, arrived[by_expert], _numbers(received.sum(0)))
         unsorted = torch.empty_like(answers).index_copy(0, by_expert, answers)
         answered = travel(unsorted, going, coming, group)
-        share = weights.reshape(-1)[order][:, None]
-        return torch.zeros_like(hidden).index_add(0, token, (answered * share).to(hidden.dtype))
+        return _added(hidden, answered, order, weights)
 
     return forward
+
+
+def _by_expert(chosen: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The places of `chosen`, flat, expert by expert; and how many each expert has."""
+    wanted = chosen.reshape(-1)
+    return wanted.argsort(stable=True), wanted.bincount(minlength=number)
+
+
+def _added(hidden: Tensor, answers: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """For each token, the weighted sum of the answers to it; `order` are their places."""
+    share = weights.reshape(-1)[order][:, None]
+    token = order // weights.shape[1]
+    return torch.zeros_like(hidden).index_add(0, token, (answers * share).to(hidden.dtype))
 
 
 def _numbers(x: Tensor) -> list[int]:

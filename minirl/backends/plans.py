@@ -3,8 +3,9 @@
 A plan gives modules a part: `column` and `row` are the two halves of a pair of linear layers (one
 sum over ranks a pair), `embedding` and `output` cut the vocabulary, `heads` are norms of single
 heads (whose gradient is a sum over the ranks' heads), `norm` the others, `block` what reads the
-whole sequence where the rest holds parts of it. Adapters add `summed`, `whole` and `spread`: see
-`dtensor_lora.cut_plan`.
+whole sequence where the rest holds parts of it. Of a mixture, `experts` are dealt out, `mixture` is
+the block around them, which adds up what they make, and `whole` is its router. Adapters add
+`summed` and `spread`: see `dtensor_lora.cut_plan`.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthikanti et al. 2022
 (sequence parallelism), arXiv:2205.05198, section 4.2.
@@ -13,23 +14,38 @@ Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthika
 import importlib
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, get_args
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
 )
 from torch.distributed.tensor.placement_types import Placement
 
-Part: TypeAlias = Literal[
-    "column", "row", "embedding", "output", "heads", "norm", "block", "summed", "whole", "spread"
+from minirl.backends.experts import Share
+from minirl.megatron_fit import num_experts
+
+Given: TypeAlias = Literal[
+    "column",
+    "row",
+    "embedding",
+    "output",
+    "heads",
+    "norm",
+    "block",
+    "experts",
+    "mixture",
+    "whole",
 ]
+"""What a plan may say."""
+Part: TypeAlias = Given | Literal["summed", "spread"]
 Plan: TypeAlias = Mapping[str, Part]
 
 LAYER = "model.layers.*."
@@ -54,13 +70,23 @@ QWEN3: Plan = {
     f"{LAYER}self_attn.q_norm": "heads",
     f"{LAYER}self_attn.k_norm": "heads",
 }
+QWEN3_MOE: Plan = {
+    **{name: part for name, part in QWEN3.items() if ".mlp" not in name},
+    f"{LAYER}mlp": "mixture",
+    f"{LAYER}mlp.gate": "whole",
+    f"{LAYER}mlp.experts": "experts",
+}
+"""Every layer a mixture."""
 WORDS: dict[str, Part] = {
     "colwise": "column",
     "rowwise": "row",
     "replicated_with_grad_allreduce": "heads",
 }
 """Our parts, by transformers' names. What gathers or splits inside a pair is not among them."""
-PLANS: dict[str, Plan] = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": QWEN3}
+PLANS: dict[str, Plan] = {
+    **{"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA},
+    **{"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
+}
 """By `model_type` of the Hugging Face config."""
 
 
@@ -88,7 +114,7 @@ def find_plan(model_type: str, custom: str | None) -> Plan:
         plan = vars(importlib.import_module(module)).get(name) if absolute else None
     except ImportError as error:
         raise ValueError(f"{key}: cannot import {custom!r} ({error})") from error
-    parts = ("column", "row", "embedding", "output", "heads", "norm", "block")
+    parts = get_args(Given)
     if isinstance(plan, Mapping) and all(part in parts for part in cast("Plan", plan).values()):
         return cast("Plan", plan)
     raise ValueError(
@@ -140,6 +166,14 @@ def styles(plan: Plan, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
         "output": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1)),
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
         "norm": SequenceParallel() if sequence_parallel else Whole(),
+        "experts": Share(),
+        "mixture": PrepareModuleInputOutput(
+            input_layouts=stream,
+            desired_input_layouts=Replicate(),
+            output_layouts=Partial(),
+            desired_output_layouts=stream,
+            use_local_output=not sequence_parallel,
+        ),
         "summed": RowwiseParallel(),
         "whole": Whole(),
         "spread": Whole(stream if sequence_parallel else None),
@@ -162,7 +196,7 @@ def styles(plan: Plan, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:
 class Whole(ParallelStyle):
     """A module that every rank computes in full, with its parameters as replicated DTensors.
 
-    It gives a plain tensor, or, with `output`, a DTensor that is placed like that.
+    It gives plain tensors, or, with `output`, a DTensor that is placed like that.
     """
 
     def __init__(self, output: Placement | None = None) -> None:
@@ -174,14 +208,17 @@ class Whole(ParallelStyle):
         def replicate(name: str, part: nn.Module, mesh: DeviceMesh) -> None:
             for key, parameter in list(part.named_parameters(recurse=False)):
                 whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
-                part.register_parameter(key, nn.Parameter(whole))
+                kept = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+                part.register_parameter(key, kept)
 
         def enter(part: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
             if isinstance(inputs[0], DTensor):
                 return inputs[0].redistribute(placements=[Replicate()])
             return DTensor.from_local(inputs[0], mesh, [Replicate()], run_check=False)
 
-        def leave(part: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
+        def leave(part: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            if isinstance(output, tuple):
+                return tuple(leave(part, x, mesh) for x in cast("tuple[DTensor, ...]", output))
             if self.output is not None:
                 return output.redistribute(placements=[self.output])
             return output.to_local(grad_placements=[Replicate()])
@@ -202,7 +239,7 @@ def unplanned(model: nn.Module) -> list[str]:
 
 
 def check_heads(model: Mapping[str, Any], size: int) -> None:
-    """Refuses a model, by its Hugging Face config, whose heads cannot be dealt out.
+    """Refuses a model, by its Hugging Face config, whose heads or experts cannot be dealt out.
 
     Raises:
         ValueError: names the numbers and what divides them.
@@ -211,8 +248,11 @@ def check_heads(model: Mapping[str, Any], size: int) -> None:
     facts = {
         "attention heads": heads,
         "key-value heads": model.get("num_key_value_heads") or heads,
-        "columns of the feed-forward layers": model["intermediate_size"],
     }
+    if num_experts(model):
+        facts["experts"] = num_experts(model)
+    if has_dense_layers(model):
+        facts["columns of the feed-forward layers"] = model["intermediate_size"]
     for name, number in facts.items():
         if number % size:
             raise ValueError(
@@ -220,3 +260,13 @@ def check_heads(model: Mapping[str, Any], size: int) -> None:
                 f"{number} {name}; use a divisor of all of "
                 f"{sorted({int(x) for x in facts.values()})}"
             )
+
+
+def has_dense_layers(model: Mapping[str, Any]) -> bool:
+    """Whether a layer of the model, by its Hugging Face config, is no mixture of experts."""
+    return bool(
+        not num_experts(model)
+        or model.get("mlp_only_layers")
+        or model.get("decoder_sparse_step", 1) > 1
+        or model.get("first_k_dense_replace")
+    )
