@@ -106,10 +106,12 @@ Algorithms: the steps and the loop
     algos/export.py            checkpoints between Hugging Face's format and Megatron's
     algos/tiny.py              a small model made from nothing
     algos/gpu_check.py         the Megatron backend tried on this machine
+    algos/benchmark.py         whole runs timed, on one backend or both
 
 Commands
     bin/make_tiny.py           makes the tiny model
     bin/grpo.py                one GRPO run
     bin/convert.py             checkpoints from one format to the other
     bin/check_gpu.py           the Megatron backend tried on this machine
+    bin/benchmark.py           whole runs timed, in one table
 """

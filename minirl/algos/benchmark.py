@@ -1,0 +1,384 @@
+"""The times of whole runs in one table, by backend: how NeMo-RL publishes its own.
+
+For each recipe, and each backend asked for, `planned` gives one run of bin/grpo.py without
+validation and checkpoints, `start` starts it under torchrun in a folder of its own, `averages`
+reads its `metrics.jsonl`, and `table` shows the means over a window of steps. A recipe is carried
+over to the other backend by `translated`: sizes and optimizer. Schedules of the learning rate are
+not carried over: with a backend asked for, the rate is constant, on both backends alike (the speed
+of a step does not depend on it).
+
+Source: the columns, and the window of steps 22 to 29, of the tables in "Reinforcement Learning with
+NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput" (NVIDIA, 2025).
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from msgspec import structs
+
+from minirl.config import GrpoRun, check_launch
+from minirl.dtensor_config import DTensorConfig, LoraConfig
+from minirl.loader import load, refuse
+from minirl.log import metrics_path, prepare_folder, read_metrics
+from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
+from minirl.policy_config import OptimizerConfig, PolicyConfig
+
+BACKENDS = ("dtensor", "megatron")
+DTENSOR, MEGATRON, ADAM = "policy.dtensor_cfg.", "policy.megatron_cfg.", "policy.optimizer."
+REMEDY = "set it to its default, or give a recipe for each backend and leave out --backend"
+
+SAME = {
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "expert_parallel_size": "expert_model_parallel_size",
+    "activation_checkpointing": "activation_checkpointing",
+    "freeze_moe_router": "freeze_moe_router",
+}
+"""Keys of `policy.dtensor_cfg` and the keys of `policy.megatron_cfg` that mean the same.
+`sequence_parallel` is one too, but for Megatron's null."""
+
+HOW = frozenset(
+    {
+        "env_vars", "force_reconvert_from_hf", "pipeline_dtype", "moe_router_dtype",
+        "moe_token_dispatcher_type", "moe_enable_deepep", "moe_shared_expert_overlap",
+        "moe_permute_fusion", "moe_per_layer_logging", "apply_rope_fusion",
+        "bias_activation_fusion", "gradient_accumulation_fusion", "defer_fp32_logits",
+        "use_fused_linear_logprobs", "cuda_graph_impl", "cuda_graph_modules",
+        "cuda_graph_warmup_steps", "distributed_data_parallel_config", "scheduler",
+    }
+)  # fmt: skip
+"""Keys of either section that say how its backend computes what the other computes in its own way;
+they stay where they are."""
+ADAM_KEYS = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+KERNELS = ("fused", "foreach")
+"""Arguments of torch's optimizers that change only how fast they are."""
+
+SET_HERE = {
+    "grpo.val_period": 0,
+    "grpo.val_at_start": False,
+    "grpo.val_at_end": False,
+    "grpo.val_greedy": False,
+    "logger.num_val_samples_to_print": 0,
+    "checkpointing.enabled": False,
+}
+"""What every run has: nothing but steps."""
+
+COLUMNS = {
+    "step, s": ("time/total_s",),
+    "training, s": ("time/training_s",),
+    "refit, s": ("time/refit_s",),
+    "generation, s": ("time/generation_s",),
+    "log-probs, s": ("time/logprobs_s",),
+    "tokens/sample": ("train/prompt_tokens", "train/response_tokens"),
+    "tokens/s/rank": ("perf/tokens_per_s_per_rank",),
+    "non-padding": ("perf/training_non_padding",),
+    "imbalance": ("perf/rank_imbalance",),
+    "MFU": ("perf/training_mfu",),
+}
+"""Headings, and the metrics whose sum stands under each."""
+SPEED = "tokens/s/rank"
+
+
+class Window(NamedTuple):
+    """Steps from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+
+class Run(NamedTuple):
+    """One run to be timed."""
+
+    label: str
+    folder: Path
+    arguments: tuple[str, ...]
+    """Of bin/grpo.py."""
+
+
+# ------------------------------------------------------------------------------- what is to be run
+
+
+def window_of(text: str, steps: int) -> Window:
+    """The window that `text` names, within a run of `steps` steps.
+
+    >>> window_of("22-29", steps=30)
+    Window(first=22, last=29)
+
+    Raises:
+        ValueError: it is no window, or not within the run.
+    """
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    if found is None:
+        raise ValueError(f"--window is {text!r}; expected its first and last step, as 22-29")
+    window = Window(int(found[1]), int(found[2]))
+    refuse(
+        not 1 <= window.first <= window.last <= steps,
+        f"--window is {text!r}, which is not within steps 1-{steps} of --steps {steps}; raise the "
+        "latter, or name steps that are",
+    )
+    return window
+
+
+def planned(
+    recipes: Sequence[Path],
+    backends: Sequence[str],
+    overrides: Sequence[str],
+    steps: int,
+    num_ranks: int | None,
+) -> list[Run]:
+    """All runs, in the order of the table, each with a config that loads.
+
+    `num_ranks` is None where it is not known; then it is checked by the runs.
+
+    Raises:
+        ValueError: a backend is unknown, an override is of a key that is set here, a recipe does
+            not load, cannot be carried over to a backend, or does not suit the number of ranks.
+    """
+    for name in backends:
+        refuse(name not in BACKENDS, f"--backend is {name!r}; use {' or '.join(BACKENDS)}")
+    for text in overrides:
+        key = text.partition("=")[0]
+        refuse(
+            key in SET_HERE or key == "grpo.max_num_steps",
+            f"override {text!r}: a benchmark sets {key} itself; remove it (--steps sets steps)",
+        )
+    runs: list[Run] = []
+    for recipe in recipes:
+        asked = load(recipe, overrides, GrpoRun)
+        own_backend = "dtensor" if asked.policy.dtensor_cfg.enabled else "megatron"
+        for backend in backends or (own_backend,):
+            other = translated(asked.policy, backend) if backends else {}
+            part = f"{len(runs) + 1}-{recipe.stem}-{backend}"
+            folder = Path(asked.logger.log_dir) / "benchmark" / part
+            own = {
+                **SET_HERE,
+                "grpo.max_num_steps": steps,
+                # Every pass over the data has at least one step.
+                "grpo.max_num_epochs": max(asked.grpo.max_num_epochs, steps),
+                "logger.log_dir": str(folder),
+            }
+            texts = (*overrides, *(f"{k}={json.dumps(v)}" for k, v in (other | own).items()))
+            run = load(recipe, texts, GrpoRun)
+            if num_ranks is not None:
+                check_launch(run, num_ranks)
+            runs.append(Run(f"{recipe.stem} {backend}", folder, ("--config", str(recipe), *texts)))
+    return runs
+
+
+# --------------------------------------------------- settings of one backend as those of the other
+
+
+def translated(policy: PolicyConfig, backend: str) -> dict[str, Any]:
+    """Overrides (dotted key: value) with which a recipe of `policy` runs on `backend`.
+
+    Enables it, carries over the sizes and the settings of Adam, and makes the learning rate
+    constant; for the backend that is enabled already, only the latter. Further keys of the other
+    backend's section stay what the recipe says.
+
+    Raises:
+        ValueError: a setting has no counterpart; names its key, value and the remedy.
+    """
+    if backend == "dtensor":
+        return _to_dtensor(policy) if policy.megatron_cfg.enabled else {"policy.scheduler": None}
+    constant: dict[str, Any] = {f"{MEGATRON}scheduler": {}, f"{MEGATRON}optimizer.min_lr": 0.0}
+    return constant if policy.megatron_cfg.enabled else constant | _to_megatron(policy)
+
+
+def _to_megatron(policy: PolicyConfig) -> dict[str, Any]:
+    given, optimizer = structs.asdict(policy.dtensor_cfg), policy.optimizer
+    _refuse_rest(policy.dtensor_cfg, {*SAME, *HOW, "enabled", "sequence_parallel"}, DTENSOR)
+    refuse(
+        policy.offload_optimizer_for_logprob,
+        f"policy.offload_optimizer_for_logprob is True, which Megatron's backend lacks; {REMEDY}",
+    )
+    assert optimizer is not None  # a rule of PolicyConfig
+    return {
+        f"{DTENSOR}enabled": False,
+        f"{MEGATRON}enabled": True,
+        **{f"{MEGATRON}{there}": given[here] for here, there in SAME.items()},
+        f"{MEGATRON}sequence_parallel": given["sequence_parallel"],
+        "policy.optimizer": None,
+        "policy.scheduler": None,
+        f"{MEGATRON}optimizer.optimizer": "adam",
+        **{f"{MEGATRON}optimizer.{name}": x for name, x in _adam(optimizer).items()},
+    }
+
+
+def _to_dtensor(policy: PolicyConfig) -> dict[str, Any]:
+    cfg, adam = policy.megatron_cfg, policy.megatron_cfg.optimizer
+    _refuse_rest(cfg, {*SAME.values(), *HOW, "enabled", "sequence_parallel", "optimizer"}, MEGATRON)
+    kept = {*ADAM_KEYS, "min_lr", "use_precision_aware_optimizer"}
+    _refuse_rest(adam, kept, f"{MEGATRON}optimizer.")
+    given, automatic = structs.asdict(cfg), cfg.tensor_model_parallel_size > 1
+    return {
+        f"{MEGATRON}enabled": False,
+        f"{DTENSOR}enabled": True,
+        **{f"{DTENSOR}{there}": given[here] for there, here in SAME.items()},
+        f"{DTENSOR}sequence_parallel": (
+            automatic if cfg.sequence_parallel is None else cfg.sequence_parallel
+        ),
+        "policy.optimizer": {
+            "name": "torch.optim.AdamW",
+            "kwargs": {
+                "lr": adam.lr,
+                "betas": [adam.adam_beta1, adam.adam_beta2],
+                "eps": adam.adam_eps,
+                "weight_decay": adam.weight_decay,
+                "fused": True,
+            },
+        },
+        "policy.scheduler": None,
+    }
+
+
+def _refuse_rest(
+    section: DTensorConfig | MegatronConfig | MegatronOptimizerConfig,
+    kept: Collection[str],
+    key: str,
+) -> None:
+    """Refuses values, other than defaults, of keys that are not `kept`."""
+    usual = structs.asdict(type(section)())
+    for name, value in structs.asdict(section).items():
+        if isinstance(value, LoraConfig | Fp8Config):
+            refuse(
+                value.enabled,
+                f"{key}{name}.enabled is True, which the other backend lacks; {REMEDY}",
+            )
+        else:
+            refuse(
+                name not in kept and value != usual[name],
+                f"{key}{name} is {value!r}, which has no counterpart in the other backend; "
+                f"{REMEDY}",
+            )
+
+
+def _adam(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """A torch Adam's arguments by Megatron's names, whose Adam decays weights as AdamW does."""
+    name, kwargs = optimizer.name, optimizer.kwargs
+    refuse(
+        name not in ("torch.optim.AdamW", "torch.optim.Adam"),
+        f"{ADAM}name is {name}, and only torch.optim.AdamW and torch.optim.Adam have a counterpart "
+        f"in Megatron; use one, or {REMEDY}",
+    )
+    for key, value in kwargs.items():
+        refuse(
+            key not in ("lr", "betas", "eps", "weight_decay", *KERNELS),
+            f"{ADAM}kwargs.{key} is {value!r}, which has no counterpart in Megatron; {REMEDY}",
+        )
+    decay = kwargs.get("weight_decay", 0.01 if name == "torch.optim.AdamW" else 0.0)
+    refuse(
+        name == "torch.optim.Adam" and decay != 0,
+        f"{ADAM}kwargs.weight_decay is {decay} with {ADAM}name torch.optim.Adam, which adds it to "
+        "the gradient, and Megatron does not; use torch.optim.AdamW or 0",
+    )
+    betas = cast("list[float]", kwargs.get("betas", [0.9, 0.999]))
+    refuse(len(betas) != 2, f"{ADAM}kwargs.betas is {betas!r}; expected two numbers")
+    values = (kwargs["lr"], decay, *betas, kwargs.get("eps", 1e-8))
+    return dict(zip(ADAM_KEYS, values, strict=True))
+
+
+# --------------------------------------------------------------------------------- runs and figures
+
+
+def command_of(run: Run, program: Path, torchrun: Sequence[str]) -> list[str]:
+    """The command line of a run: `program` is bin/grpo.py, `torchrun` the launcher's arguments."""
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *(*torchrun, str(program), *run.arguments),
+    ]
+
+
+def stderr_path(run: Run) -> Path:
+    """Where a run's warnings and errors go; what else it shows is shown."""
+    return run.folder / "stderr.txt"
+
+
+def start(run: Run, command: Sequence[str]) -> int:
+    """Runs `command` to its end, and returns its status.
+
+    Raises:
+        ValueError: the run's folder cannot be written.
+    """
+    prepare_folder(run.folder, "logger.log_dir")
+    with stderr_path(run).open("w") as errors:
+        return subprocess.run(command, stderr=errors, check=False).returncode
+
+
+def failure(run: Run, status: int, num_lines: int = 60) -> str:
+    """What to say of a run that failed: the end of its stderr, where torchrun's report stands."""
+    lines = stderr_path(run).read_text(errors="replace").splitlines()[-num_lines:]
+    return "\n".join([*lines, f"{run.label} failed with status {status}; see {stderr_path(run)}"])
+
+
+def measured(run: Run, window: Window) -> dict[str, float]:
+    """The means of a finished run; see `averages`."""
+    path = metrics_path(run.folder)
+    try:
+        return averages(read_metrics(path), window)
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def averages(lines: Sequence[Mapping[str, int | float | None]], window: Window) -> dict[str, float]:
+    """The mean of each metric over the steps of the window that have it.
+
+    A number that was not finite (null) counts as absent.
+
+    Raises:
+        ValueError: a step of the window is missing.
+    """
+    steps = range(window.first, window.last + 1)
+    chosen = [line for line in lines if line["step"] in steps]
+    missing = sorted(set(steps) - {line["step"] for line in chosen})
+    refuse(
+        bool(missing),
+        f"steps {missing} of the window {window.first}-{window.last} are missing; the run must "
+        "take them all",
+    )
+    found: dict[str, list[float]] = {}
+    for line in chosen:
+        for name, x in line.items():
+            if x is not None and name != "step":
+                found.setdefault(name, []).append(x)
+    return {name: math.fsum(xs) / len(xs) for name, xs in found.items()}
+
+
+def table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Markdown: a row for each (label, means); the last column is the speed over the first row's.
+
+    A figure whose metrics a run lacks is `-`.
+    """
+    cells = [["run", *COLUMNS, "ratio"], ["---", *["---:"] * (len(COLUMNS) + 1)]]
+    figures = [
+        {heading: _sum(means, names) for heading, names in COLUMNS.items()} for _, means in rows
+    ]
+    for (label, _), found in zip(rows, figures, strict=True):
+        mine, first = found[SPEED], figures[0][SPEED]
+        ratio = mine / first if mine is not None and first else None
+        cells.append([label, *(shown(x) for x in found.values()), shown(ratio)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def _sum(means: Mapping[str, float], names: Sequence[str]) -> float | None:
+    if any(name not in means for name in names):
+        return None
+    return math.fsum(means[name] for name in names)
+
+
+def shown(x: float | None) -> str:
+    """A number with three digits, or all before the point where these are more.
+
+    >>> [shown(x) for x in (12345.6, 28.04, 0.00312, 0.0, None)]
+    ['12346', '28.0', '0.00312', '0', '-']
+    """
+    if x is None:
+        return "-"
+    if x == 0:
+        return "0"
+    return f"{x:.{max(0, 2 - math.floor(math.log10(abs(x))))}f}"
