@@ -49,6 +49,7 @@ Arithmetic: pure functions of tensors, on one process
     losses_supervised.py       next-token negative log-likelihood
     advantages.py              from rewards to advantages
     packing.py                 which sequences share a micro-batch, and which a rank
+    flops.py                   the work that a model is, and what a device could do
 
 Text and tasks: from files to prompts, from answers to rewards
     chat.py                    conversations to tokens, once; tokens to text
@@ -75,6 +76,8 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/optim.py          optimizers and schedules by import path
     backends/shards.py         a sharded training state on disk
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
+    backends/linear_logprobs.py  the same from hidden states, without logits
+    backends/output_head.py    the output layer, run for log-probs
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
     backends/experts.py        each rank holds some experts of a mixture

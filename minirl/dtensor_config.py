@@ -75,6 +75,9 @@ class DTensorConfig(Section, frozen=True):
     """The import path (`package.module:NAME`) of a plan for tensor parallelism."""
     freeze_moe_router: bool = True
     """Leave a mixture's routers as they were loaded, as Megatron's backend does."""
+    use_fused_linear_logprobs: bool = True
+    """Log-probs from hidden states, some at a time; logits never exist in full. Of no effect on a
+    model that scales or caps its logits."""
     activation_checkpointing: bool = False
     """Keep the inputs of layers only, and compute the rest again in backward."""
     cpu_offload: bool = False

@@ -28,6 +28,7 @@ def decided(policy: PolicyConfig, machine: Machine) -> PolicyConfig:
     found = structs.replace(
         cfg,
         sequence_parallel=_or(cfg.sequence_parallel, cfg.tensor_model_parallel_size > 1),
+        use_fused_linear_logprobs=_or(cfg.use_fused_linear_logprobs, not cfg.defer_fp32_logits),
         pipeline_dtype=cfg.pipeline_dtype or policy.precision,
         moe_permute_fusion=_or(cfg.moe_permute_fusion, gpu and engine),
         apply_rope_fusion=_or(cfg.apply_rope_fusion, gpu and engine),
@@ -43,11 +44,7 @@ def decided(policy: PolicyConfig, machine: Machine) -> PolicyConfig:
             ddp,
             grad_reduce_in_fp32=_or(ddp.grad_reduce_in_fp32, True),
             overlap_grad_reduce=overlap,
-            # Log-probs from hidden states read the output layer's weight before its own forward.
-            overlap_param_gather=_or(
-                ddp.overlap_param_gather,
-                gpu and sharded and overlap and not cfg.use_fused_linear_logprobs,
-            ),
+            overlap_param_gather=_or(ddp.overlap_param_gather, gpu and sharded and overlap),
         ),
     )
     return structs.replace(policy, megatron_cfg=found)

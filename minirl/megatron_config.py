@@ -142,8 +142,9 @@ class MegatronConfig(Section, frozen=True, kw_only=True):
 
     defer_fp32_logits: bool = False
     """Cast logits to float32 where log-probs are taken, not before."""
-    use_fused_linear_logprobs: bool = False
-    """Log-probs from hidden states, a chunk at a time; logits never exist in full."""
+    use_fused_linear_logprobs: bool | None = None
+    """Log-probs from hidden states, some at a time; logits never exist in full. Of no effect on a
+    model that scales or caps its logits. null: unless `defer_fp32_logits` is set."""
 
     fine_grained_activation_offloading: bool | None = None
     """Move the inputs of `offload_modules` to the CPU until backward; null: as the model's own."""

@@ -221,22 +221,10 @@ def _check_graphs_with_offload(cfg: MegatronConfig) -> None:
 
 
 def _check_logits(cfg: MegatronConfig) -> None:
-    if not cfg.use_fused_linear_logprobs:
-        return
-    key, context = f"{KEY}use_fused_linear_logprobs", cfg.context_parallel_size
     refuse(
-        context > 1,
-        f"{key} is True, which excludes {KEY}context_parallel_size > 1 (is {context})",
-    )
-    refuse(
-        cfg.distributed_data_parallel_config.overlap_param_gather is True,
-        f"{key} is True, and reads the output layer's weight outside its forward pass, which "
-        f"excludes {KEY}distributed_data_parallel_config.overlap_param_gather; set that to false",
-    )
-    refuse(
-        cfg.defer_fp32_logits,
-        f"{KEY}defer_fp32_logits is True, which has no effect with {key}: there are no logits; "
-        "drop one",
+        cfg.defer_fp32_logits and cfg.use_fused_linear_logprobs is True,
+        f"{KEY}defer_fp32_logits is True, which has no effect with {KEY}use_fused_linear_logprobs: "
+        "there are no logits; drop one",
     )
 
 

@@ -139,6 +139,8 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     train_micro_batch_size: Count = 4
     """Samples of one forward and backward pass, on one rank."""
     logprob_batch_size: Annotated[Count, default("${policy.train_micro_batch_size}")]
+    logprob_chunk_size: Count | None = None
+    """Positions whose log-probs are taken from hidden states at a time; null: 1024."""
     max_total_sequence_length: Count = 512
     """Prompt and response together."""
     precision: Literal["float32", "bfloat16"] = "bfloat16"

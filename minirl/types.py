@@ -104,8 +104,8 @@ class Batch(NamedTuple):
     """False for samples left out of the loss (filtered, or added to fill a micro-batch)."""
     generation_logprobs: TokenLogProbs
     """The engine's, when it sampled."""
-    prev_logprobs: TokenLogProbs
-    """The trainer's, before the update."""
+    prev_logprobs: TokenLogProbs | None
+    """The trainer's, before the update; None when they are those of the update's own forward."""
     reference_logprobs: TokenLogProbs | None
     """The frozen reference policy's; None when no term uses it."""
     advantages: TokenWeights

@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
 from minirl.metrics import Metrics, Sum, scalar
@@ -66,7 +67,8 @@ def update_(
     ]
     state, metrics = backend.update_(state, works)
     metrics = reduce_metrics(metrics, axis)
-    return state, {**metrics, "empty_updates": Sum(scalar(0))}
+    tokens = Sum(scalar(counts.num_tokens))
+    return state, {**metrics, "empty_updates": Sum(scalar(0)), "num_valid_tokens": tokens}
 
 
 def count(batches: Sequence[Batch], axis: Axis) -> Counts:
@@ -89,14 +91,17 @@ def _loss_on(
 def _to(batch: Batch, device: torch.device) -> Batch:
     if batch.sample_mask.device == device:
         return batch
-    reference = batch.reference_logprobs
+
+    def moved(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.to(device)
+
     return Batch(
         rows=Rows(batch.rows.tokens.to(device), batch.rows.lengths.to(device)),
         token_mask=batch.token_mask.to(device),
         sample_mask=batch.sample_mask.to(device),
         generation_logprobs=batch.generation_logprobs.to(device),
-        prev_logprobs=batch.prev_logprobs.to(device),
-        reference_logprobs=None if reference is None else reference.to(device),
+        prev_logprobs=moved(batch.prev_logprobs),
+        reference_logprobs=moved(batch.reference_logprobs),
         advantages=batch.advantages.to(device),
         rewards=batch.rewards.to(device),
     )

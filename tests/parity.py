@@ -108,7 +108,7 @@ LAYOUTS = [
     Layout("Megatron", 1, {}),
     Layout("DP2, distributed optimizer", 2, {}),
     Layout("DP2, whole optimizer", 2, {}, sharded_optimizer=False),
-    Layout("DP2, overlapped communication", 2, OVERLAP),
+    Layout("DP2, overlapped communication", 2, OVERLAP, family="llama"),
     Layout("TP2", 2, tp(sequence_parallel=False)),
     Layout("TP2 + SP", 2, tp()),
     Layout("TP2 + SP, untied", 2, tp(), family="llama"),

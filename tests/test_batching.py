@@ -10,6 +10,7 @@ from configs import MEGATRON, MINIMAL, edited, load_tree
 from models import save_model
 from msgspec import structs
 from ranks import run_ranks
+from toy import fresh as toy_state
 from toy import parts as toy_parts
 
 from minirl.algos import grpo
@@ -17,7 +18,7 @@ from minirl.backends import open_backend
 from minirl.config import GrpoRun
 from minirl.hf import model_facts
 from minirl.metrics import values
-from minirl.packing import cost_of
+from minirl.packing import Cost, cost_of
 from minirl.parallel import Axis
 from minirl.rng import key_of
 from minirl.types import Sample, Score, Trajectory
@@ -154,20 +155,92 @@ def test_a_rank_with_nothing_left_takes_part_with_an_empty_micro_batch(fixed: An
     agree(found, fixed, 3e-6)
 
 
+def once(axis: Axis, model: str, kind: str, saved: bool, changes: dict[str, Any]) -> Any:
+    """Weights, metrics and number of forward passes of a step of one update."""
+    tree = {**SIZES, **SGD, **BATCHING.get(kind, {}), "policy.train_global_batch_size": 16}
+    run = load_tree(edited(MINIMAL, {**tree, **changes}))
+    policy = structs.replace(run.policy, model_name=model)
+    backend, state = open_backend(policy, axis, key_of(0), with_reference=True)
+    passes: list[str] = []
+
+    def logprobs(state: Any, rows: Any, head: Any, weights: Any) -> Any:
+        passes.append(weights)
+        return backend.logprobs(state, rows, head, weights)
+
+    on = replace(toy_parts(), backend=replace(backend, logprobs=logprobs))
+    plan = grpo.plan_of(state, samples(), on, run)
+    with pytest.MonkeyPatch.context() as patch:
+        if not saved:
+            patch.setattr(grpo, "needs_prev", lambda *_: True)
+        state, metrics = grpo.learn(state, samples(), plan, on, run, {})
+    return exported(backend, state), values(metrics), passes
+
+
+TIS = {
+    "loss_fn.use_importance_sampling_correction": True,
+    "loss_fn.truncated_importance_sampling_type": "tis",
+    "loss_fn.truncated_importance_sampling_ratio": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("fixed", {}), ("packing", {}), ("fixed", TIS), ("fixed", {"loss_fn.use_cispo": True})],
+    ids=["fixed", "packing", "importance weights", "cispo"],
+)
+def test_one_update_needs_no_log_probs_before_it(model: str, kind: str, changes: Any):
+    [(weights, metrics, passes)] = run_ranks(1, once, model, kind, True, changes)
+    [(expected, expected_metrics, all_passes)] = run_ranks(1, once, model, kind, False, changes)
+    assert passes == ["reference"]
+    assert all_passes == ["policy", "reference"]
+    assert distance(weights, expected) < 1e-6
+    assert metrics.keys() == expected_metrics.keys()
+    assert metrics["entropy"] > 0
+    for name, x in expected_metrics.items():
+        assert metrics[name] == pytest.approx(x, rel=1e-5, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy.train_global_batch_size": 8},
+        {"grpo.seq_logprob_error_threshold": 2.0},
+        {"grpo.adv_estimator.name": "reinforce_plus_plus", "loss_fn.use_kl_in_reward": True},
+    ],
+)
+def test_log_probs_are_taken_before_what_depends_on_them(changes: dict[str, Any]):
+    tree = {**SIZES, "policy.train_global_batch_size": 16}
+    assert not grpo.needs_prev(1, load_tree(edited(MINIMAL, tree)))
+    run = load_tree(edited(MINIMAL, {**tree, **changes}))
+    assert grpo.needs_prev(16 // run.policy.train_global_batch_size, run)
+
+
 def test_speed_counts_tokens_and_samples_a_second_in_all_and_on_each_rank():
-    shown = samples()
-    tokens = sum(len(s.trajectory.tokens) for s in shown)
+    shown, run = samples(), run_of("fixed")
+    lengths = [len(s.trajectory.tokens) for s in shown]
+    tokens = sum(lengths)
     seconds = {"total": 8.0, "generation": 4.0, "logprobs": 2.0, "training": 0.5, "reward": 0.0}
-    found = grpo.speed(seconds, shown, 600.0, 4)
+    seen = {"train/sampled_tokens": 600.0, "train/num_valid_tokens": 100.0}
+    cost = Cost(per_token=3.0, per_pair=0.5)
+    on = replace(toy_parts(), cost=cost, peak_flops=1e6)
+    on = replace(on, backend=replace(on.backend, axis=Axis(0, 4, None)))
+    plan = grpo.plan_of(toy_state(), shown, on, run)
+    found = grpo.speed(seconds, shown, seen, plan, on, run)
+    assert len(plan.updates) == 2
+    assert run.loss_fn.reference_policy_kl_penalty > 0, "two passes without a gradient"
     rates = {
         "tokens": tokens / 8.0,
+        "valid_tokens": 100.0 / 8.0,
         "samples": 16 / 8.0,
         "generation_tokens": 600.0 / 4.0,
-        "logprobs_tokens": tokens / 2.0,
+        "logprobs_tokens": 2 * tokens / 2.0,
         "training_tokens": tokens / 0.5,
     }
+    work = 3 * 2 * sum(3.0 * n + 0.5 * n * n for n in lengths) / 0.5 / 4
     assert found == {
         **{f"time/{name}_s": x for name, x in seconds.items()},
         **{f"perf/{name}_per_s": x for name, x in rates.items()},
         **{f"perf/{name}_per_s_per_rank": x / 4 for name, x in rates.items()},
+        "perf/training_tflops_per_s_per_rank": pytest.approx(work / 1e12),
+        "perf/training_mfu": pytest.approx(work / 1e6),
     }

@@ -128,18 +128,6 @@ RULES: list[tuple[str, str, str, str]] = [
         "{M}.model_overrides.fine_grained_offloading_max_inflight_offloads; set it to 0",
     ),
     (
-        "{context_parallel_size: 2}",
-        "use_fused_linear_logprobs: true",
-        "",
-        "excludes {M}.context_parallel_size > 1 (is 2)",
-    ),
-    (
-        "{distributed_data_parallel_config: {overlap_param_gather: true}}",
-        "use_fused_linear_logprobs: true",
-        "",
-        "excludes {M}.distributed_data_parallel_config.overlap_param_gather",
-    ),
-    (
         "{use_fused_linear_logprobs: true}",
         "defer_fp32_logits: true",
         "",

@@ -66,8 +66,8 @@ def test_kernels_and_overlap_come_with_the_gpu_and_transformer_engine() -> None:
         assert cfg.bias_activation_fusion is expected
         assert cfg.optimizer.use_precision_aware_optimizer is expected
         assert (ddp.overlap_grad_reduce, ddp.overlap_param_gather) == (expected, expected)
-    fused = automatic(GPU, use_fused_linear_logprobs=True)
-    assert fused.distributed_data_parallel_config.overlap_param_gather is False
+    assert automatic(GPU).use_fused_linear_logprobs is True
+    assert automatic(GPU, defer_fp32_logits=True).use_fused_linear_logprobs is False
     assert automatic(GPU, "float32").optimizer.use_precision_aware_optimizer is False
 
 

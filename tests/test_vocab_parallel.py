@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from minirl.backends.vocab_parallel import CACHE_SIZED, Shard, vocab_logprobs, vocab_top_k
+from minirl.backends.vocab_parallel import AT_ONCE, Shard, vocab_logprobs, vocab_top_k
 from minirl.parallel import Axis
 
 WHOLE = Shard(0)
@@ -85,7 +85,7 @@ def cut_long(axis: Axis, rows: int) -> Tensor:
 
 
 def test_ranks_with_unequal_columns_cut_rows_alike() -> None:
-    rows = CACHE_SIZED // 2 + 5
+    rows = AT_ONCE["cpu"] // 2 + 5
     for found in run_ranks(2, cut_long, rows):
         torch.testing.assert_close(found, torch.full((1, rows), -math.log(3.0)))
 

@@ -47,6 +47,8 @@ class Parts(Generic[M]):
     sampling: Sampling
     cost: Cost = TOKENS_ONLY
     """The work that a sample is for the model."""
+    peak_flops: float | None = None
+    """FLOP/s that one rank could do, if known."""
 
 
 def prompts_per_draw(cfg: GrpoConfig) -> int:

@@ -11,7 +11,7 @@ pure functions, by `cfg.loss_fn` and `cfg.grpo.adv_estimator`.
 Source: Shao et al. 2024, arXiv:2402.03300, algorithm 1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from minirl.algos.collect import Parts, collect
 from minirl.algos.layout import Plan, plan_step, put_back, take, take_rows
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights
 from minirl.config import GrpoRun
+from minirl.flops import training_flops
 from minirl.log import timed
 from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
@@ -55,8 +56,7 @@ def step(
             on.engine.load_(on.backend.export(state), state.updates)
     seen = values(merge(metrics, drawn, sample_metrics(samples)), "train/")
     perf = {f"perf/{name}": x for name, x in plan.efficiency.items()}
-    perf |= speed(seconds, samples, seen["train/sampled_tokens"], on.backend.axis.size)
-    return state, seen | perf
+    return state, seen | perf | speed(seconds, samples, seen, plan, on, cfg)
 
 
 def plan_of(state: TrainState[M], samples: Sequence[Sample], on: Parts[M], cfg: GrpoRun) -> Plan:
@@ -78,24 +78,27 @@ def learn(
 
     Consumes: `state`. Collective: every rank calls it with the same samples and its own plan.
     """
-    head = TokenHead(on.sampling.temperature)
+    fresh = not needs_prev(len(plan.updates), cfg)
     with timed(seconds, "logprobs"):
-        batch, entropy = prepare(state, samples, plan, on, cfg)
+        batch, seen_before = prepare(state, samples, plan, on, cfg)
 
     def loss(output: TokenOutput, batch: Batch, counts: Counts) -> tuple[Scalar, Metrics]:
+        prev = batch.prev_logprobs
         inputs = PolicyLossInputs(
             logprobs=output.logprobs,
-            prev_logprobs=batch.prev_logprobs,
+            prev_logprobs=output.logprobs.detach() if prev is None else prev,
             generation_logprobs=batch.generation_logprobs,
             reference_logprobs=batch.reference_logprobs,
             advantages=batch.advantages,
             token_mask=batch.token_mask,
             sample_mask=batch.sample_mask,
             rewards=batch.rewards,
+            entropy=output.entropy,
         )
         return policy_loss(inputs, cfg.loss_fn, **counts._asdict())
 
-    metrics: list[Metrics] = [entropy]
+    head = TokenHead(on.sampling.temperature, entropy=fresh)
+    metrics: list[Metrics] = [seen_before]
     with timed(seconds, "training"):
         for parts in plan.updates:
             micro = [take(batch, part, plan.width) for part in parts]
@@ -117,11 +120,12 @@ def prepare(
     """
     axis, mine = on.backend.data_axis, [samples[row] for row in plan.rows]
     local = collate([s.trajectory for s in mine])
-    head = TokenHead(on.sampling.temperature, entropy=True)
-    prev, entropy = row_values(state, local.rows, plan, on.backend, head, "policy")
-    reference = None
+    prev = entropy = reference = None
+    head = TokenHead(on.sampling.temperature)
+    if needs_prev(len(plan.updates), cfg):
+        asked = head._replace(entropy=True)
+        prev, entropy = row_values(state, local.rows, plan, on.backend, asked, "policy")
     if needs_reference(cfg.loss_fn):
-        head = head._replace(entropy=False)
         reference, _ = row_values(state, local.rows, plan, on.backend, head, "reference")
     sample_mask, seen = trained_samples(mine, local, prev, cfg)
     found = advantages(
@@ -144,18 +148,19 @@ def prepare(
         ),
         rewards=torch.tensor([s.reward for s in mine]),
     )
-    seen |= {"entropy": mean_over(entropy[local.token_mask])}
+    if entropy is not None:
+        seen |= {"entropy": mean_over(entropy[local.token_mask & sample_mask[:, None]])}
     return batch, reduce_metrics(seen, axis)
 
 
 def trained_samples(
-    samples: Sequence[Sample], local: Collated, prev: TokenLogProbs, cfg: GrpoRun
+    samples: Sequence[Sample], local: Collated, prev: TokenLogProbs | None, cfg: GrpoRun
 ) -> tuple[SampleMask, Metrics]:
     """Which samples enter the loss: not those that are filtered, nor those that do not match."""
     filtered = cfg.grpo.overlong_filtering
     mask = torch.tensor([not (filtered and s.trajectory.truncated) for s in samples])
     threshold = cfg.grpo.seq_logprob_error_threshold
-    if threshold is None:
+    if threshold is None or prev is None:
         return mask, {}
     return keep_matching_sequences(
         prev, local.generation_logprobs, local.token_mask, mask, threshold
@@ -194,12 +199,28 @@ def row_values(
     return logprobs, put_back(plan.logprobs, entropies, shape)
 
 
+def needs_prev(num_updates: int, cfg: GrpoRun) -> bool:
+    """Whether log-probs before the updates can be other than those that the first one sees.
+
+    A single update runs on the weights that sampled, so its own forward gives them; unless what
+    enters the loss, or the advantages, depend on them before.
+    """
+    before = cfg.grpo.seq_logprob_error_threshold is not None or cfg.loss_fn.use_kl_in_reward
+    return before or num_updates > 1
+
+
 def needs_reference(cfg: LossConfig) -> bool:
     """Whether any term reads the reference policy's log-probs."""
     return cfg.reference_policy_kl_penalty > 0
 
 
-COUNTED = ("num_valid_samples", "nonfinite_updates", "empty_updates", "overflow_tokens")
+COUNTED = (
+    "num_valid_samples",
+    "num_valid_tokens",
+    "nonfinite_updates",
+    "empty_updates",
+    "overflow_tokens",
+)
 """Totals over the updates of a step; every other metric of an update is averaged over them."""
 
 
@@ -232,25 +253,39 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def speed(
-    seconds: dict[str, float], samples: Sequence[Sample], sampled_tokens: float, num_ranks: int
+    seconds: Mapping[str, float],
+    samples: Sequence[Sample],
+    seen: Mapping[str, float],
+    plan: Plan,
+    on: Parts[M],
+    cfg: GrpoRun,
 ) -> dict[str, float]:
     """Times of the stages on this rank; tokens and samples per second, of all ranks and of each.
 
     Tokens are those of prompts and responses, whatever was padded; `generation` counts only what
-    was sampled, that of dropped groups included.
+    was sampled, that of dropped groups included, `valid` what was trained, `logprobs` every pass.
+    `mfu` is the share of all devices' peak that went into the model's own work.
     """
-    tokens = float(sum(len(s.trajectory.tokens) for s in samples))
+    lengths = [len(s.trajectory.tokens) for s in samples]
+    tokens, ranks = float(sum(lengths)), on.backend.axis.size
+    passes = needs_prev(len(plan.updates), cfg) + needs_reference(cfg.loss_fn)
     done = {
         "tokens": ("total", tokens),
+        "valid_tokens": ("total", seen.get("train/num_valid_tokens", 0.0)),
         "samples": ("total", float(len(samples))),
-        "generation_tokens": ("generation", sampled_tokens),
-        "logprobs_tokens": ("logprobs", tokens),
+        "generation_tokens": ("generation", seen["train/sampled_tokens"]),
+        "logprobs_tokens": ("logprobs", tokens * passes),
         "training_tokens": ("training", tokens),
     }
     rates = {
         f"perf/{name}_per_s": num / seconds[stage]
         for name, (stage, num) in done.items()
-        if seconds[stage] > 0
+        if num > 0
     }
-    each = {f"{name}_per_rank": rate / num_ranks for name, rate in rates.items()}
-    return {f"time/{name}_s": t for name, t in seconds.items()} | rates | each
+    each = {f"{name}_per_rank": rate / ranks for name, rate in rates.items()}
+    found = {f"time/{name}_s": t for name, t in seconds.items()} | rates | each
+    if on.peak_flops is not None:
+        work = training_flops(lengths, on.cost, frozen=cfg.policy.dtensor_cfg.lora_cfg.enabled)
+        found["perf/training_tflops_per_s_per_rank"] = work / seconds["training"] / ranks / 1e12
+        found["perf/training_mfu"] = work / seconds["training"] / ranks / on.peak_flops
+    return found

@@ -23,6 +23,7 @@ from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
 from minirl.data import Datasets, draw, load_datasets
 from minirl.engine import Sampling
+from minirl.flops import peak_flops
 from minirl.hf import check_model, end_token_ids, model_facts
 from minirl.loader import dump
 from minirl.log import (
@@ -104,6 +105,9 @@ def run_grpo(run: GrpoRun) -> None:
         total = num_steps(run, inputs.data)
         log = stack.enter_context(open_log(run_dir, state.step, total, axis.rank))
         _announce(inputs.data, state, total, log)
+        samples = run.grpo.num_prompts_per_step * run.grpo.num_generations_per_prompt
+        if not grpo.needs_prev(samples // run.policy.train_global_batch_size, run):
+            log.say("one update a step: log-probs before it are those of its own forward pass")
         loop.run(
             state,
             _plan(run, total),
@@ -156,7 +160,8 @@ def open_parts(
     try:
         engine.load_(backend.export(state), state.updates)
         cost = cost_of(model_facts(run.policy.model_name))
-        yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling, cost)
+        peak = peak_flops(run.policy.precision, cost)
+        yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling, cost, peak)
     finally:
         engine.close()
 

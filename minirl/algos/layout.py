@@ -221,14 +221,17 @@ def take(batch: Batch, part: Sequence[int], width: int = 1) -> Batch:
     """The same of a whole batch: one micro-batch. Of no rows: a row that is left out."""
     rows = take_rows(batch.rows, part, width)
     at, positions = list(part) or [0], rows.tokens.shape[1] - 1
-    reference = batch.reference_logprobs
+
+    def some(x: Tensor | None) -> Tensor | None:
+        return None if x is None else _fitted(x[at], positions)
+
     return Batch(
         rows=rows,
         token_mask=_fitted(batch.token_mask[at], positions),
         sample_mask=batch.sample_mask[at] & bool(part),
         generation_logprobs=_fitted(batch.generation_logprobs[at], positions),
-        prev_logprobs=_fitted(batch.prev_logprobs[at], positions),
-        reference_logprobs=None if reference is None else _fitted(reference[at], positions),
+        prev_logprobs=some(batch.prev_logprobs),
+        reference_logprobs=some(batch.reference_logprobs),
         advantages=_fitted(batch.advantages[at], positions),
         rewards=batch.rewards[at],
     )

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
-from minirl.backends import dtensor_lora, optim, shards
+from minirl.backends import dtensor_lora, optim, output_head, shards
 from minirl.backends.dtensor_setup import (
     Meshes,
     Model,
@@ -34,10 +34,11 @@ from minirl.backends.dtensor_setup import (
     units,
 )
 from minirl.backends.hf_files import as_on_disk
+from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.norms import global_norm, local_shard, scale_
 from minirl.backends.row_layout import document_lengths, to_model, to_rows
 from minirl.backends.states import Handle, attached, current, succeed, update_metrics
-from minirl.backends.vocab_parallel import Shard, vocab_logprobs
+from minirl.backends.vocab_parallel import Shard, check_temperature, vocab_logprobs
 from minirl.hf import check_model
 from minirl.metrics import Metrics, merge
 from minirl.parallel import Axis, require_equal
@@ -60,6 +61,9 @@ class Trainer:
     axis: Axis
     meshes: Meshes
     vocabulary: Shard
+    fused: bool
+    """Log-probs are taken from hidden states, and logits never exist in full."""
+    positions_at_once: int | None
     device: torch.device
     max_grad_norm: float | None
     offload_optimizer: bool
@@ -104,6 +108,7 @@ def open_backend(
     meshes = open_meshes(cfg, axis, device)
     model = load_model(cfg, meshes)
     lora = dtensor_lora.attach_(model, cfg, key)
+    fused = cfg.dtensor_cfg.use_fused_linear_logprobs and output_head.is_last(model)
     shard_(model, cfg, meshes)
     if lora is not None:
         dtensor_lora.freeze_(model)
@@ -118,6 +123,8 @@ def open_backend(
         axis=axis,
         meshes=meshes,
         vocabulary=meshes.vocabulary(model.config.vocab_size),
+        fused=fused,
+        positions_at_once=cfg.logprob_chunk_size,
         device=device,
         max_grad_norm=cfg.max_grad_norm,
         offload_optimizer=cfg.offload_optimizer_for_logprob,
@@ -140,6 +147,7 @@ def open_backend(
 
 def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
     """The head's view of the rows: the one path of `logprobs` and `update_`."""
+    check_temperature(head.temperature)  # an error inside the model would leave it gathered
     meshes, device = trainer.meshes, trainer.device
     inputs = to_model(rows, meshes.layout)
     documents: dict[str, Any] = {}
@@ -148,19 +156,35 @@ def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
             "document_lengths": document_lengths(inputs, meshes.layout),
             "context_group": meshes.context,
         }
-    output = trainer.model(
-        input_ids=inputs.tokens.to(device),
-        position_ids=inputs.positions.to(device),
-        use_cache=False,
-        **documents,
-    )
-    logprobs, entropy = vocab_logprobs(
-        output.logits,
-        inputs.following.to(device),
-        trainer.vocabulary,
-        head.temperature,
-        with_entropy=head.entropy,
-    )
+    following = inputs.following.to(device)
+
+    def from_hidden(hidden: Tensor, layer: OutputLayer) -> Tensor:
+        return torch.stack(
+            linear_logprobs(
+                hidden,
+                layer,
+                following,
+                head.temperature,
+                with_entropy=head.entropy,
+                positions_at_once=trainer.positions_at_once,
+            ),
+            dim=-1,
+        )
+
+    seen = output_head.seen_by(trainer.model, from_hidden, trainer.vocabulary)
+    with seen if trainer.fused else nullcontext():
+        found = trainer.model(
+            input_ids=inputs.tokens.to(device),
+            position_ids=inputs.positions.to(device),
+            use_cache=False,
+            **documents,
+        ).logits
+    if trainer.fused:
+        logprobs, entropy = found.unbind(-1)
+    else:
+        logprobs, entropy = vocab_logprobs(
+            found, following, trainer.vocabulary, head.temperature, with_entropy=head.entropy
+        )
     batch, length = rows.tokens.shape
     whole = partial(
         to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=meshes.context

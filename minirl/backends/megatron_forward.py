@@ -8,17 +8,17 @@ its loss, exist on the last pipeline stage; what is found there is handed to all
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import linear
-from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]  # untyped
 
 from minirl.backend import TokenHead, TokenOutput, Work
+from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.megatron_bridge import core
 from minirl.backends.megatron_setup import Built, Chunk
+from minirl.backends.output_head import instead
 from minirl.backends.row_layout import (
     Layout,
     ModelRows,
@@ -32,10 +32,6 @@ from minirl.backends.vocab_parallel import Shard, vocab_logprobs
 from minirl.metrics import Metrics
 from minirl.policy_config import PolicyConfig
 from minirl.types import Rows, Scalar
-
-EVERYTHING = slice(None)
-POSITIONS_AT_ONCE = 256
-"""Positions whose logits exist at a time when log-probs are taken from hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +50,8 @@ class Stage:
     options: dict[str, Any]
     """Further arguments of a chunk's forward."""
     fused: bool
-    """Log-probs are taken from hidden states, some positions at a time, and not from logits."""
+    """Log-probs are taken from hidden states, and logits never exist in full."""
+    positions_at_once: int | None
 
 
 def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
@@ -62,7 +59,9 @@ def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
     groups, provider = core("parallel_state"), built.provider
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     columns = -(-provider.vocab_size // tensor)
-    defer = cfg.megatron_cfg.defer_fp32_logits and provider.bf16
+    keys = cfg.megatron_cfg
+    asked = keys.use_fused_linear_logprobs is not False and not keys.defer_fp32_logits
+    defer = keys.defer_fp32_logits and provider.bf16
     return Stage(
         chunks=built.chunks,
         num_stages=provider.pipeline_model_parallel_size,
@@ -83,8 +82,16 @@ def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
         if torch.cuda.is_available()
         else torch.device("cpu"),
         options={"fp32_output": False} if defer else {},
-        fused=cfg.megatron_cfg.use_fused_linear_logprobs,
+        fused=asked and _is_bare(built.chunks[-1]),
+        positions_at_once=cfg.logprob_chunk_size,
     )
+
+
+def _is_bare(chunk: Chunk) -> bool:
+    """Whether logits, if this chunk gives any, are those of Core's own output layer."""
+    plain = core("tensor_parallel").ColumnParallelLinear
+    layers = [m for name, m in chunk.named_modules() if name.endswith("output_layer")]
+    return all(type(layer).forward is plain.forward for layer in layers)
 
 
 def forward(stage: Stage, rows: Sequence[Rows], head: TokenHead) -> list[TokenOutput]:
@@ -158,8 +165,8 @@ def _forward_step(
     """What Core's schedules ask for: the chunk's output, and what the last stage does with it."""
     work = next(works)
     inputs = to_model(work.rows, stage.layout, size)
-    view = partial(_token_values, stage, inputs, work.head)
-    processor = {"output_processor": partial(_from_hidden, view)} if stage.fused else {}
+    from_hidden = partial(_from_hidden, stage, inputs, work.head)
+    processor = {"output_processor": from_hidden} if stage.fused else {}
     output = chunk(
         input_ids=inputs.tokens.to(stage.device),
         position_ids=inputs.positions.to(stage.device),
@@ -170,7 +177,9 @@ def _forward_step(
     )
 
     def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
-        logprobs, entropy = output if stage.fused else view(output)
+        logprobs, entropy = (
+            output.unbind() if stage.fused else _from_logits(stage, inputs, work.head, output)
+        )
         batch, length = work.rows.tokens.shape
         place = inputs.place.to(output.device)
         whole = partial(to_rows, place=place, shape=(batch, length - 1), group=stage.context)
@@ -198,47 +207,57 @@ def _packed_params(ends: Tensor | None, device: torch.device) -> Any:
     )
 
 
-def _token_values(
-    stage: Stage, inputs: ModelRows, head: TokenHead, logits: Tensor, part: slice = EVERYTHING
+def _real(stage: Stage, columns: int) -> int:
+    """How many of a rank's columns are tokens."""
+    return max(0, min(columns, stage.vocab_size - stage.shard.start))
+
+
+def _from_logits(
+    stage: Stage, inputs: ModelRows, head: TokenHead, logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies at this rank's positions `part`, from their logits."""
-    real = max(0, min(logits.shape[-1], stage.vocab_size - stage.shard.start))
-    following = inputs.following[:, part].to(logits.device)
-    return vocab_logprobs(
-        logits[..., :real], following, stage.shard, head.temperature, with_entropy=head.entropy
-    )
+    """Log-probs and entropies at this rank's positions."""
+    following = inputs.following.to(logits.device)
+    own = logits[..., : _real(stage, logits.shape[-1])]
+    return vocab_logprobs(own, following, stage.shard, head.temperature, with_entropy=head.entropy)
 
 
 def _from_hidden(
-    view: Callable[..., tuple[Tensor, Tensor]],
+    stage: Stage,
+    inputs: ModelRows,
+    head: TokenHead,
     *,
     hidden_states: Tensor,
     output_layer: Any,
     output_weight: Tensor | None,
     **ignored: Any,
 ) -> Tensor:
-    """Log-probs and entropies, stacked, without ever holding the logits of all positions.
+    """The same, stacked, without logits. Core calls this in the place of its output layer."""
+    regions = core("tensor_parallel")
 
-    The output layer runs on some positions at a time, forward and, once more, backward.
-    """
-    regions, weight, size = core("tensor_parallel"), output_weight, POSITIONS_AT_ONCE
-    if weight is None:
-        weight = output_layer.weight
-    # Every rank of the vocabulary has its own part of the hidden states' gradient.
-    if output_layer.sequence_parallel:
-        hidden = regions.gather_from_sequence_parallel_region(hidden_states)
-    else:
-        hidden = regions.copy_to_tensor_model_parallel_region(hidden_states)
+    def run(hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+        # Every rank of the vocabulary has its own part of the hidden states' gradient.
+        if output_layer.sequence_parallel:
+            whole = regions.gather_from_sequence_parallel_region(hidden)
+        else:
+            whole = regions.copy_to_tensor_model_parallel_region(hidden)
+        matrix, bias = output_layer.weight if weight is None else weight, output_layer.bias
+        real = _real(stage, len(matrix))
+        if real < len(matrix):
+            matrix, bias = matrix[:real], None if bias is None else bias[:real]
+        values = linear_logprobs(
+            whole.transpose(0, 1),
+            OutputLayer(matrix, bias, stage.shard),
+            inputs.following.to(whole.device),
+            head.temperature,
+            with_entropy=head.entropy,
+            positions_at_once=stage.positions_at_once,
+        )
+        return torch.stack(values)
 
-    def values(hidden: Tensor, weight: Tensor, part: slice) -> Tensor:
-        logits = linear(hidden, weight, output_layer.bias).transpose(0, 1)
-        return torch.stack(view(logits, part))
-
-    parts = [slice(at, at + size) for at in range(0, len(hidden), size)]
-    again = cast(Any, checkpoint)
-    return torch.cat(
-        [again(values, hidden[p], weight, p, use_reentrant=False) for p in parts], dim=-1
-    )
+    # Through the layer itself: its hooks wait for a weight that is still on its way.
+    with instead(output_layer, run):
+        found: Tensor = output_layer(hidden_states, weight=output_weight)
+    return found
 
 
 def _from_last_stage(items: list[Any], stage: Stage) -> list[Any]:

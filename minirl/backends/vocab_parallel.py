@@ -1,22 +1,22 @@
 """Log-probs, entropy and the most likely tokens from logits whose vocabulary is cut over ranks.
 
 Rank r holds the columns [start, start + columns) of every row; nobody ever holds a whole row. Only
-statistics of a row travel: its maximum, and three sums. With a single rank (`group` None) the same
-code is the plain log-softmax. Everything is float32 (float64 stays) whatever the logits' dtype.
+four numbers of a row travel, once: what its columns say of it (`Stats`), which join in any order.
+Everything is float32 (float64 stays) whatever the logits' dtype.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import log_softmax
 
 from minirl.types import TokenLogProbs
 
-CACHE_SIZED = 2**18
-"""Elements of the chunks that a CPU works on: 1 MB in float32."""
+AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+"""Logits that are worked on at a time: 1 MB in float32 stay in a CPU's cache."""
 LocalLogits = Float[Tensor, "batch position columns"]
 
 
@@ -49,11 +49,7 @@ def vocab_logprobs(
     Raises:
         ValueError: the temperature is not positive.
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature}: log-probs exist for positive temperatures only;"
-            " greedy sampling (0) has no policy gradient"
-        )
+    check_temperature(temperature)
     flat, chosen = logits.flatten(0, 1), tokens.reshape(-1)
     found, entropy = cast(Any, _VocabLogProbs).apply(flat, chosen, shard, temperature, with_entropy)
     return found.view(tokens.shape), entropy.view(tokens.shape)
@@ -72,7 +68,8 @@ def vocab_top_k(
         ValueError: the vocabulary has fewer than `k` tokens.
     """
     flat = _precise(logits.detach().flatten(0, 1)) / temperature
-    most, total, _ = _statistics(flat, shard.group)
+    nowhere = flat.new_full(flat.shape[:1], -1, dtype=torch.long)
+    seen = over_ranks(stats_of_(flat.clone(), nowhere), shard.group)
     values, ids = _candidates(flat, k)
     ids = ids + shard.start
     if shard.group is not None:
@@ -80,7 +77,7 @@ def vocab_top_k(
     if int(torch.isfinite(values).sum(-1).min()) < k:
         raise ValueError(f"the top {k} tokens of a smaller vocabulary were asked for")
     order = values.argsort(dim=-1, descending=True, stable=True)[:, :k]
-    logs = values.gather(-1, order) - most - total.log()
+    logs = values.gather(-1, order) - seen.level[:, None]
     shape = (*logits.shape[:2], k)
     return logs.view(shape), ids.gather(-1, order).view(shape)
 
@@ -103,29 +100,106 @@ def _precise(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _sum(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is not None:
-        dist.all_reduce(x, group=group)
-    return x
+def check_temperature(temperature: float) -> None:
+    """Refuses what no log-prob has.
+
+    Raises:
+        ValueError: the temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature {temperature}: log-probs exist for positive temperatures only;"
+            " greedy sampling (0) has no policy gradient"
+        )
 
 
-def _statistics(flat: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """m, S and E of every row, as columns."""
-    most = flat.new_full((len(flat), 1), -torch.inf)
-    if flat.shape[1]:
-        most = flat.amax(-1, keepdim=True)
-    if group is not None:
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    shifted = flat - most
-    weights = shifted.exp()
+class Stats(NamedTuple):
+    """What some columns say of each row; zeros for no column. Shapes: [row]."""
+
+    most: Tensor
+    """m, the largest logit; never below the smallest float."""
+    total: Tensor
+    """S = sum exp(z - m)"""
+    energy: Tensor
+    """E = sum exp(z - m) (z - m); 0 unless asked for."""
+    mine: Tensor
+    """The logit of the row's token, if it is among the columns; else 0."""
+
+    @property
+    def level(self) -> Tensor:
+        """log sum exp z."""
+        return self.most + self.total.log()
+
+    @property
+    def logprob(self) -> Tensor:
+        """Of the row's token, once all columns are joined."""
+        return self.mine - self.most - self.total.log()
+
+    @property
+    def entropy(self) -> Tensor:
+        """log S - E / S."""
+        return self.total.log() - self.energy / self.total
+
+
+def stats_of_(logits: Tensor, local: Tensor, *, with_entropy: bool = True) -> Stats:
+    """The statistics of these columns; the logits are overwritten.
+
+    Shapes: [row, column], [row]: the column of the row's token, or one that does not exist.
+    """
+    lowest = torch.finfo(logits.dtype).min
+    rows, columns = logits.shape
+    if columns == 0:
+        zeros = logits.new_zeros(rows)
+        return Stats(zeros + lowest, zeros, zeros, zeros)
+    own = (local >= 0) & (local < columns)
+    mine = logits.gather(-1, local.where(own, 0)[:, None]).squeeze(-1).where(own, 0.0)
+    most = logits.amax(-1).clamp_(min=lowest)
+    logits.sub_(most[:, None])
+    if not with_entropy:
+        return Stats(most, logits.exp_().sum(-1), torch.zeros_like(most), mine)
     # A token that cannot be sampled (-inf) adds 0, not 0 * -inf.
-    energy = (weights * shifted.nan_to_num(neginf=0.0)).sum(-1)
-    total, energy = _sum(torch.stack([weights.sum(-1), energy]), group)
-    return most, total[:, None], energy[:, None]
+    weights = logits.clamp_(min=-1e4).exp()
+    return Stats(most, weights.sum(-1), weights.mul_(logits).sum(-1), mine)
+
+
+def joined(a: Stats, b: Stats) -> Stats:
+    """What the columns of both say. Associative and commutative."""
+    most = torch.maximum(a.most, b.most)
+    total, energy = torch.zeros_like(most), torch.zeros_like(most)
+    for part in (a, b):
+        below = part.most - most
+        share = below.exp()
+        total = total + share * part.total
+        # Where nothing is left of a part, its distance is not finite either.
+        energy = energy + share * (part.energy + below.clamp(min=-1e4) * part.total)
+    return Stats(most, total, energy, a.mine + b.mine)
+
+
+def over_ranks(own: Stats, group: dist.ProcessGroup | None) -> Stats:
+    """The statistics of whole rows. Collective."""
+    if group is None:
+        return own
+    mine = torch.stack(own)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return reduce(joined, [Stats(*part.unbind()) for part in parts])
+
+
+def pull_(logits: Tensor, local: Tensor, level: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of sum(weights * log-prob) with respect to logits, written over them.
+
+    Shapes: [row, column], [row] as in `stats_of_`, [row], [row] to [row, column].
+    """
+    logits.sub_(level[:, None]).exp_().mul_(-weights[:, None])
+    if logits.shape[1]:
+        own = (local >= 0) & (local < logits.shape[1])
+        added = weights.where(own, 0.0).to(logits.dtype)
+        logits.scatter_add_(-1, local.where(own, 0)[:, None], added[:, None])
+    return logits
 
 
 class _VocabLogProbs(torch.autograd.Function):
-    """Saves the logits and two numbers a row; the softmax is made again, in parts, backward."""
+    """Saves the logits and a number a row; the softmax is made again, in parts, backward."""
 
     @staticmethod
     def forward(
@@ -136,69 +210,37 @@ class _VocabLogProbs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        found: list[Tensor] = []
-        entropy: list[Tensor] = []
-        levels: list[Tensor] = []
-        own = (chosen >= shard.start) & (chosen < shard.start + flat.shape[1])
-        local = torch.where(own, chosen - shard.start, 0)
-        # Ranks reduce part by part, so they cut rows alike, however many columns each has.
-        for part in _parts(flat, shard.group):
-            scaled = _precise(flat[part])
-            scaled = scaled if temperature == 1.0 else scaled / temperature
-            if shard.group is None:
-                values = _on_one_rank(scaled, local[part, None], with_entropy=with_entropy)
-                for value, values_so_far in zip(values, (found, entropy, levels), strict=True):
-                    values_so_far.append(value)
-                continue
-            most, total, energy = _statistics(scaled, shard.group)
-            level = most + total.log()
-            mine = scaled.new_zeros(len(scaled), 1)
-            if flat.shape[1]:
-                mine = scaled.gather(-1, local[part, None]).where(own[part, None], 0.0)
-            found.append((_sum(mine, shard.group) - level).squeeze(-1))
-            entropy.append((total.log() - energy / total).squeeze(-1))
-            levels.append(level)
-        ctx.save_for_backward(flat, local, own, torch.cat(levels))
+        local = chosen - shard.start
+        seen = [
+            stats_of_(_copy(flat[part], temperature), local[part], with_entropy=with_entropy)
+            for part in _parts(flat)
+        ]
+        whole = over_ranks(Stats(*map(torch.cat, zip(*seen, strict=True))), shard.group)
+        entropy = whole.entropy if with_entropy else torch.zeros_like(whole.most)
+        ctx.save_for_backward(flat, local, whole.level)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropies := torch.cat(entropy))
-        return torch.cat(found), entropies
+        ctx.mark_non_differentiable(entropy)
+        return whole.logprob, entropy
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
-        gradient = grad_outputs[0]
-        flat, local, own, levels = ctx.saved_tensors
+        flat, local, level = ctx.saved_tensors
+        weights = grad_outputs[0] / ctx.temperature
         into = torch.empty_like(flat)
         for part in _parts(flat):
-            scaled = _precise(flat[part])
-            scaled = scaled if ctx.temperature == 1.0 else scaled / ctx.temperature
-            away = -(scaled - levels[part]).exp()
-            if flat.shape[1]:
-                away.scatter_add_(-1, local[part, None], own[part, None].to(away.dtype))
-            into[part] = (away * (gradient[part, None] / ctx.temperature)).to(into.dtype)
+            scaled = _copy(flat[part], ctx.temperature)
+            into[part] = pull_(scaled, local[part], level[part], weights[part])
         return into, None, None, None, None
 
 
-def _on_one_rank(
-    scaled: Tensor, chosen: Tensor, *, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob, entropy and log-sum-exp of every row, by torch's one pass over it."""
-    logs = log_softmax(scaled, -1)
-    mine = logs.gather(-1, chosen)
-    level = scaled.gather(-1, chosen) - mine
-    if not bool(level.isfinite().all()):  # a token that cannot be sampled was chosen
-        level = scaled.logsumexp(-1, keepdim=True)
-    entropy = torch.zeros_like(mine)
-    if with_entropy:
-        entropy = -(logs.exp() * logs.nan_to_num(neginf=0.0)).sum(-1, keepdim=True)
-    return mine.squeeze(-1), entropy.squeeze(-1), level
+def _copy(logits: Tensor, temperature: float) -> Tensor:
+    """Scaled, in a precise dtype, to be written over."""
+    precise = _precise(logits)
+    if temperature != 1.0:
+        return precise / temperature
+    return precise.clone() if precise is logits else precise
 
 
-def _parts(flat: Tensor, group: dist.ProcessGroup | None = None) -> list[slice]:
-    """Rows to work on at a time; the same on every rank of the group."""
-    size = max(len(flat), 1)
-    if flat.device.type == "cpu":
-        columns = torch.tensor(max(flat.shape[1], 1))
-        if group is not None:
-            dist.all_reduce(columns, op=dist.ReduceOp.MAX, group=group)
-        size = max(CACHE_SIZED // int(columns), 1)
+def _parts(flat: Tensor) -> list[slice]:
+    size = max(AT_ONCE[flat.device.type] // max(flat.shape[1], 1), 1)
     return [slice(at, at + size) for at in range(0, max(len(flat), 1), size)]

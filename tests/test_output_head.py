@@ -1,0 +1,94 @@
+"""Which models can be asked for log-probs at their output layer, and that they are the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from backend_cases import make_rows, make_samples
+from models import policy_config, save_model
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from minirl.backend import TokenHead
+from minirl.backends import output_head
+from minirl.backends.dtensor import open_backend
+from minirl.backends.vocab_parallel import Shard
+from minirl.parallel import Axis
+from minirl.policy_config import DTensorConfig
+from minirl.rng import key_of
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def model_of(family: str, **sizes: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    untyped: Any = AutoConfig
+    return AutoModelForCausalLM.from_config(untyped.for_model(family, **SIZES, **sizes)).eval()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"])
+def test_a_plain_output_layer_is_the_last(family: str) -> None:
+    model = model_of(family)
+    assert output_head.is_last(model)
+    tokens = torch.arange(6)[None]
+    expected = model(input_ids=tokens).logits
+    assert expected.shape == (1, 6, 32), "and the model is as it was"
+
+    def view(hidden: Tensor, layer: Any) -> Tensor:
+        return nn.functional.linear(hidden, layer.weight) * 2
+
+    with output_head.seen_by(model, view, Shard(0)):
+        assert torch.equal(model(input_ids=tokens).logits, expected * 2)
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0}),
+        ("granite", {"logits_scaling": 2.0}),
+        ("cohere", {"logit_scale": 0.5}),
+    ],
+)
+def test_a_model_that_changes_its_logits_is_told(family: str, keys: dict[str, Any]) -> None:
+    assert not output_head.is_last(model_of(family, **keys))
+
+
+def test_an_output_layer_of_another_kind_is_told() -> None:
+    model = model_of("llama")
+    model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
+    assert not output_head.is_last(model)
+
+
+def look(axis: Axis, model: str, chunk: int | None, keys: dict[str, Any]) -> list[Tensor]:
+    cfg = policy_config(model, dtensor_cfg=DTensorConfig(**keys), logprob_chunk_size=chunk)
+    backend, state = open_backend(cfg, axis, key_of(0))
+    head = TokenHead(0.7, entropy=True)
+    outputs = backend.logprobs(state, [make_rows(make_samples(3))], head, "policy")
+    return [x for o in outputs for x in o if x is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, {"tensor_parallel_size": 2, "sequence_parallel": True}])
+def test_log_probs_and_entropies_are_those_of_the_logits(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    model = save_model(tmp_path, "llama", num_key_value_heads=2)
+    whole = run_ranks(2, look, model, None, {**keys, "use_fused_linear_logprobs": False})
+    for chunk in (None, 5):
+        for found in run_ranks(2, look, model, chunk, keys):
+            for value, expected in zip(found, whole[0], strict=True):
+                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
