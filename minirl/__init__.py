@@ -73,6 +73,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/hf_files.py       a model's own files of weights, and their names
     backends/states.py         what the backends share of an update
     backends/norms.py          the gradient norm of sharded parameters
+    backends/loss_scale.py     float16 gradients that neither vanish nor overflow
     backends/optim.py          optimizers and schedules by import path
     backends/shards.py         a sharded training state on disk
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
@@ -84,6 +85,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/plans.py          how layers are cut for tensor parallelism, by family
     backends/dtensor_lora.py   adapters beside frozen layers
     backends/dtensor_setup.py  mesh of ranks, model, sharding
+    backends/dtensor_forward.py  rows to log-probs through that model
     backends/dtensor.py        any Hugging Face causal LM under FSDP2
     backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine
     backends/megatron_cpu.py   Megatron-Core without CUDA: patches and stand-ins, quarantined

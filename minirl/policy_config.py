@@ -143,8 +143,8 @@ class PolicyConfig(Section, frozen=True, kw_only=True):
     """Positions whose log-probs are taken from hidden states at a time; null: 1024."""
     max_total_sequence_length: Count = 512
     """Prompt and response together."""
-    precision: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of forward and backward; masters are float32. (float16 would need loss scaling.)"""
+    precision: Precision = "bfloat16"
+    """Of forward and backward; masters are float32. float16 (dtensor backend) scales the loss."""
     max_grad_norm: Positive | None = 1.0
     offload_optimizer_for_logprob: bool = False
     """Keep the optimizer's state in host memory while log-probs are taken (dtensor backend)."""
@@ -292,6 +292,11 @@ def _check_backend(policy: PolicyConfig) -> None:
         "policy.offload_optimizer_for_logprob is true, but under policy.megatron_cfg.enabled "
         "Megatron Core owns where its optimizer's state lives; use policy.megatron_cfg.optimizer."
         "optimizer_cpu_offload, or set it to false",
+    )
+    refuse(
+        megatron and policy.precision == "float16",
+        "policy.precision is float16, which policy.megatron_cfg has no loss scaling for here; use "
+        "bfloat16, or policy.dtensor_cfg",
     )
     if megatron:
         check_rules(policy.megatron_cfg, policy.precision)

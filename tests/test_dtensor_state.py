@@ -268,11 +268,13 @@ def test_an_axis_without_a_group_is_refused(folders):
         dtensor.open_backend(policy_config(folders["qwen3"]), SOLO, KEY)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "large"])
-def test_low_precision_computes_low_and_keeps_float32_masters(solo, folders, name):
+@pytest.mark.parametrize(
+    ("name", "precision"), [("qwen3", "bfloat16"), ("large", "bfloat16"), ("qwen3", "float16")]
+)
+def test_low_precision_computes_low_and_keeps_float32_masters(solo, folders, name, precision):
     # field failure 71: in bfloat16, a change of 1e-6 is lost on nearly every weight.
     optimizer = OptimizerConfig("torch.optim.AdamW", {"lr": 1e-6, "weight_decay": 0.0})
-    cfg = policy_config(folders[name], precision="bfloat16", optimizer=optimizer)
+    cfg = policy_config(folders[name], precision=precision, optimizer=optimizer)
     rows = make_rows(make_samples(3))
     exact, exact_state = dtensor.open_backend(policy_config(folders[name]), solo, KEY)
     backend, state = dtensor.open_backend(cfg, solo, KEY)
@@ -280,7 +282,7 @@ def test_low_precision_computes_low_and_keeps_float32_masters(solo, folders, nam
     (high,) = exact.logprobs(exact_state, [rows], HEAD, "policy")
     error = (low.logprobs - high.logprobs)[real(rows)].abs().max()
     assert low.logprobs.dtype == torch.float32
-    assert 1e-4 < error < 0.5
+    assert 1e-5 < error < 0.5
     before = exported(backend, state)
     state, _ = backend.update_(state, [make_work(make_samples(3))])
     after = exported(backend, state)

@@ -35,6 +35,13 @@ def test_each_backend_alone_is_accepted():
     assert not load_tree(MINIMAL).policy.megatron_cfg.enabled
 
 
+def test_float16_is_of_the_dtensor_backend():
+    assert load_tree(edited(MINIMAL, {"policy.precision": "float16"}))
+    text = message(edited(MEGATRON, {"policy.precision": "float16"}))
+    assert "policy.precision is float16" in text
+    assert "use bfloat16, or policy.dtensor_cfg" in text
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("optimizer", {"kwargs": {"lr": 1e-6}}), ("scheduler", [{"name": "a.B"}])],

@@ -278,9 +278,7 @@ def speed(
         "training_tokens": ("training", tokens),
     }
     rates = {
-        f"perf/{name}_per_s": num / seconds[stage]
-        for name, (stage, num) in done.items()
-        if num > 0
+        f"perf/{name}_per_s": num / seconds[stage] for name, (stage, num) in done.items() if num > 0
     }
     each = {f"{name}_per_rank": rate / ranks for name, rate in rates.items()}
     found = {f"time/{name}_s": t for name, t in seconds.items()} | rates | each

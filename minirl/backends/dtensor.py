@@ -12,10 +12,9 @@ Packed rows, and rows that are cut over ranks, are attended to by an attention o
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,24 +23,21 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
 from minirl.backends import dtensor_lora, optim, output_head, shards
+from minirl.backends.dtensor_forward import Forward, view
 from minirl.backends.dtensor_setup import (
-    Meshes,
     Model,
     load_model,
-    needs_own_attention,
     open_meshes,
     shard_,
     units,
 )
 from minirl.backends.hf_files import as_on_disk
-from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
+from minirl.backends.loss_scale import LossScale, after
 from minirl.backends.norms import global_norm, local_shard, scale_
-from minirl.backends.row_layout import document_lengths, to_model, to_rows
 from minirl.backends.states import Handle, attached, current, succeed, update_metrics
-from minirl.backends.vocab_parallel import Shard, check_temperature, vocab_logprobs
 from minirl.hf import check_model
-from minirl.metrics import Metrics, merge
-from minirl.parallel import Axis, require_equal
+from minirl.metrics import Metrics, mean_of, merge
+from minirl.parallel import Axis, require_equal, sum_over
 from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
 from minirl.types import Rows
@@ -51,7 +47,7 @@ from minirl.types import Rows
 class Trainer:
     """Everything that changes in place."""
 
-    model: Model
+    forward: Forward
     optimizer: Optimizer
     schedule: LRScheduler | None
     reference: list[Tensor] | None
@@ -59,19 +55,21 @@ class Trainer:
     lora: dtensor_lora.Lora | None
     """With adapters, the reference is the model without them."""
     axis: Axis
-    meshes: Meshes
-    vocabulary: Shard
-    fused: bool
-    """Log-probs are taken from hidden states, and logits never exist in full."""
-    positions_at_once: int | None
-    device: torch.device
+    data_axis: Axis
     max_grad_norm: float | None
+    loss_scale: LossScale | None
+    """In float16 only."""
     offload_optimizer: bool
     """Whether its state leaves the device while log-probs are taken."""
     updates: int = 0
     """Of the only valid state."""
     stamp: int = 0
     """Changes whenever a state is consumed; a handle with another stamp is refused."""
+
+    @property
+    def model(self) -> Model:
+        """What is trained."""
+        return self.forward.model
 
     def parameters(self) -> dict[str, Tensor]:
         """Trained parameters by Hugging Face name; tied ones once."""
@@ -115,18 +113,22 @@ def open_backend(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer, schedule = optim.build(cfg, parameters)
     trainer = Trainer(
-        model=model,
+        forward=Forward(
+            model=model,
+            meshes=meshes,
+            vocabulary=meshes.vocabulary(model.config.vocab_size),
+            device=device,
+            fused=fused,
+            positions_at_once=cfg.logprob_chunk_size,
+        ),
         optimizer=optimizer,
         schedule=schedule,
         reference=[_to_host(p) for p in parameters] if with_reference and lora is None else None,
         lora=lora,
         axis=axis,
-        meshes=meshes,
-        vocabulary=meshes.vocabulary(model.config.vocab_size),
-        fused=fused,
-        positions_at_once=cfg.logprob_chunk_size,
-        device=device,
+        data_axis=meshes.data,
         max_grad_norm=cfg.max_grad_norm,
+        loss_scale=LossScale() if cfg.precision == "float16" else None,
         offload_optimizer=cfg.offload_optimizer_for_logprob,
     )
     backend: Backend[Handle[Trainer]] = Backend(
@@ -140,56 +142,6 @@ def open_backend(
         load_=_load_,
     )
     return backend, TrainState(Handle(trainer, 0), step=0, updates=0, cursor=0, key=key)
-
-
-# ---- the model's view ----------------------------------------------------------------------
-
-
-def _view(trainer: Trainer, rows: Rows, head: TokenHead) -> TokenOutput:
-    """The head's view of the rows: the one path of `logprobs` and `update_`."""
-    check_temperature(head.temperature)  # an error inside the model would leave it gathered
-    meshes, device = trainer.meshes, trainer.device
-    inputs = to_model(rows, meshes.layout)
-    documents: dict[str, Any] = {}
-    if needs_own_attention(meshes):
-        documents = {
-            "document_lengths": document_lengths(inputs, meshes.layout),
-            "context_group": meshes.context,
-        }
-    following = inputs.following.to(device)
-
-    def from_hidden(hidden: Tensor, layer: OutputLayer) -> Tensor:
-        return torch.stack(
-            linear_logprobs(
-                hidden,
-                layer,
-                following,
-                head.temperature,
-                with_entropy=head.entropy,
-                positions_at_once=trainer.positions_at_once,
-            ),
-            dim=-1,
-        )
-
-    seen = output_head.seen_by(trainer.model, from_hidden, trainer.vocabulary)
-    with seen if trainer.fused else nullcontext():
-        found = trainer.model(
-            input_ids=inputs.tokens.to(device),
-            position_ids=inputs.positions.to(device),
-            use_cache=False,
-            **documents,
-        ).logits
-    if trainer.fused:
-        logprobs, entropy = found.unbind(-1)
-    else:
-        logprobs, entropy = vocab_logprobs(
-            found, following, trainer.vocabulary, head.temperature, with_entropy=head.entropy
-        )
-    batch, length = rows.tokens.shape
-    whole = partial(
-        to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=meshes.context
-    )
-    return TokenOutput(whole(logprobs), whole(entropy) if head.entropy else None)
 
 
 # ---- the functions of the contract --------------------------------------------------------------
@@ -206,11 +158,11 @@ def _logprobs(
     """
     trainer = current(state)
     require_equal(
-        "the number of micro-batches", len(rows), trainer.meshes.data, "fill up with any rows"
+        "the number of micro-batches", len(rows), trainer.data_axis, "fill up with any rows"
     )
     away = optim.away(trainer.optimizer) if trainer.offload_optimizer else nullcontext()
     with torch.no_grad(), away, _holding(trainer, weights):
-        return [_on(r.tokens.device, _view(trainer, r, head)) for r in rows]
+        return [_on(r.tokens.device, view(trainer.forward, r, head)) for r in rows]
 
 
 def _on(device: torch.device, output: TokenOutput) -> TokenOutput:
@@ -266,11 +218,7 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
         raise ValueError("an update needs at least one micro-batch")
     # Consumed already now: an error in a loss leaves half a gradient behind, inside the model.
     trainer.stamp += 1
-    seen = [
-        _accumulate_(trainer, work, is_last=i == len(works) - 1) for i, work in enumerate(works)
-    ]
-    gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-    norm = global_norm(gradients)
+    seen, gradients, norm = _gradients_(trainer, works)
     lr = float(trainer.optimizer.param_groups[0]["lr"])
     taken = isfinite(norm)
     if taken:
@@ -278,17 +226,50 @@ def _update_(state: State, works: Sequence[Work]) -> tuple[State, Metrics]:
             scale_(gradients, trainer.max_grad_norm / norm)
         trainer.optimizer.step()
     trainer.optimizer.zero_grad(set_to_none=True)
-    own = update_metrics(norm, lr, taken=taken, data_rank=trainer.meshes.data.rank)
+    own = update_metrics(norm, lr, taken=taken, data_rank=trainer.data_axis.rank)
+    if trainer.loss_scale is not None:
+        own["loss_scale"] = mean_of(trainer.loss_scale.value)
     return succeed(replace(state, updates=state.updates + taken)), merge(*seen, own)
 
 
-def _accumulate_(trainer: Trainer, work: Work, *, is_last: bool) -> Metrics:
+def _gradients_(
+    trainer: Trainer, works: Sequence[Work]
+) -> tuple[list[Metrics], list[Tensor], float]:
+    """Runs all micro-batches: their metrics, the gradients, and the gradients' norm.
+
+    In float16 they run again, with half the scale, as long as the gradient overflows; so an
+    overflow costs time and no update.
+    """
+    while True:
+        scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.value
+        done = [
+            _accumulate_(trainer, work, scale, is_last=i == len(works) - 1)
+            for i, work in enumerate(works)
+        ]
+        gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+        norm = global_norm(gradients) / scale
+        if trainer.loss_scale is None:
+            break
+        trainer.loss_scale = after(trainer.loss_scale, finite=isfinite(norm))
+        # A loss that is not finite itself would not become so.
+        wrong = 0.0 if isfinite(norm) else sum(not isfinite(loss) for loss, _ in done)
+        if isfinite(norm) or scale == 1.0 or sum_over([float(wrong)], trainer.axis)[0]:
+            break
+        trainer.optimizer.zero_grad(set_to_none=True)
+    if scale != 1.0:
+        scale_(gradients, 1.0 / scale)
+    return [metrics for _, metrics in done], gradients, norm
+
+
+def _accumulate_(
+    trainer: Trainer, work: Work, scale: float, *, is_last: bool
+) -> tuple[float, Metrics]:
     """Adds the gradient of one micro-batch; ranks exchange gradients at the last one only."""
     trainer.model.set_requires_gradient_sync(is_last)
-    output = _view(trainer, work.rows, work.head)
+    output = view(trainer.forward, work.rows, work.head)
     loss, metrics = work.loss(output)
-    attached(loss, output).backward()
-    return metrics
+    (attached(loss, output) * scale).backward()
+    return loss.item() if trainer.loss_scale is not None else 0.0, metrics
 
 
 def _end_step_(state: State) -> State:
@@ -328,6 +309,7 @@ def _save(state: State, folder: Path) -> None:
         "schedule": None if trainer.schedule is None else trainer.schedule.state_dict(),
         "optimizer": optim.settings(trainer.optimizer),
         "lora": None if trainer.lora is None else trainer.lora.facts,
+        "loss_scale": trainer.loss_scale,
     }
     if trainer.lora is not None:
         dtensor_lora.save(folder, trainer.parameters(), trainer.lora, trainer.axis)
@@ -357,6 +339,8 @@ def _load_(state: State, folder: Path) -> State:
     shards.load_(folder, trainer.parameters(), trainer.optimizer, values, trainer.axis)
     if trainer.schedule is not None:
         trainer.schedule.load_state_dict(values["schedule"])
+    if trainer.loss_scale is not None and values.get("loss_scale") is not None:
+        trainer.loss_scale = LossScale(*values["loss_scale"])
     step, updates, cursor, key = (int(values[k]) for k in ("step", "updates", "cursor", "key"))
     return succeed(
         replace(state, step=step, updates=updates, cursor=cursor, key=Key(key)),

@@ -37,6 +37,7 @@ from minirl.policy_config import PolicyConfig
 # reduce-scatters would cost latency (a third of an update of 2 small layers over gloo) and
 # save no memory worth the name.
 UNIT_PARAMETERS = 2**20
+HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER = re.compile(r"\.(gate|router)\.weight$")
 """What the weights of a mixture's routers are called."""
 ATTENTION = "minirl_documents"
@@ -255,8 +256,8 @@ def shard_(model: Model, cfg: PolicyConfig, meshes: Meshes) -> None:
         for layer in layers:
             layer.training = True  # what transformers asks; the modules inside stay as they are
     policy = MixedPrecisionPolicy()
-    if cfg.precision == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if cfg.precision != "float32":
+        policy = MixedPrecisionPolicy(param_dtype=HALVES[cfg.precision], reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if keys.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

@@ -6,7 +6,7 @@ it returns there, the model hands out under the name of logits.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,15 @@ def is_last(model: Any) -> bool:
         return False
     hidden = torch.zeros(1, 1, head.in_features, dtype=head.weight.dtype)
     given = torch.zeros(1, 1, 1)
-    ends = MoeModelOutputWithPast(last_hidden_state=hidden)
-    with instead(body, lambda **_: ends), instead(head, lambda _: given), torch.no_grad():
+
+    def ends(**_: Any) -> Any:
+        untyped: Any = MoeModelOutputWithPast
+        return untyped(last_hidden_state=hidden)
+
+    def gives(_: Tensor) -> Tensor:
+        return given
+
+    with instead(body, ends), instead(head, gives), torch.no_grad():
         output = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
     return output.logits is given
 
@@ -61,7 +68,8 @@ def seen_by(model: Any, view: View, vocabulary: VocabularyShard) -> Iterator[Non
 @contextmanager
 def instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Another forward for the module; its hooks stay."""
-    before = vars(module).get("forward")
+    own = cast("dict[str, Any]", module.__dict__)
+    before = own.get("forward")
     module.forward = forward
     try:
         yield

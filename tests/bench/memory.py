@@ -22,6 +22,7 @@ from ranks import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from minirl.backends import dtensor
+from minirl.backends.dtensor_forward import view
 from minirl.backends.norms import local_shard
 from minirl.parallel import Axis
 from minirl.policy_config import DTensorConfig, OptimizerConfig
@@ -62,7 +63,7 @@ def measure(axis: Axis, model: str, keys: dict[str, Any]) -> dict[str, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        loss, _ = work.loss(dtensor._view(trainer, make_rows(rows), work.head))
+        loss, _ = work.loss(view(trainer.forward, make_rows(rows), work.head))
     loss.backward()
 
     def size(tensors: list[torch.Tensor]) -> int:

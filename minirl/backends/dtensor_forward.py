@@ -1,0 +1,79 @@
+"""From rows to the head's view of them, through a Hugging Face model: one path for all passes."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minirl.backend import TokenHead, TokenOutput
+from minirl.backends import output_head
+from minirl.backends.dtensor_setup import Meshes, Model, needs_own_attention
+from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
+from minirl.backends.row_layout import document_lengths, to_model, to_rows
+from minirl.backends.vocab_parallel import Shard, check_temperature, vocab_logprobs
+from minirl.types import Rows
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A sharded model, and how its ranks cooperate."""
+
+    model: Model
+    meshes: Meshes
+    vocabulary: Shard
+    device: torch.device
+    fused: bool
+    """Log-probs are taken from hidden states, and logits never exist in full."""
+    positions_at_once: int | None
+
+
+def view(on: Forward, rows: Rows, head: TokenHead) -> TokenOutput:
+    """The head's view of a micro-batch, on the model's device.
+
+    Collective over the ranks that share its samples.
+
+    Raises:
+        ValueError: the temperature is not positive.
+    """
+    check_temperature(head.temperature)  # an error inside the model would leave it gathered
+    inputs, device = to_model(rows, on.meshes.layout), on.device
+    documents: dict[str, Any] = {}
+    if needs_own_attention(on.meshes):
+        documents = {
+            "document_lengths": document_lengths(inputs, on.meshes.layout),
+            "context_group": on.meshes.context,
+        }
+    following = inputs.following.to(device)
+
+    def from_hidden(hidden: Tensor, layer: OutputLayer) -> Tensor:
+        values = linear_logprobs(
+            hidden,
+            layer,
+            following,
+            head.temperature,
+            with_entropy=head.entropy,
+            positions_at_once=on.positions_at_once,
+        )
+        return torch.stack(values, dim=-1)
+
+    with output_head.seen_by(on.model, from_hidden, on.vocabulary) if on.fused else nullcontext():
+        found = on.model(
+            input_ids=inputs.tokens.to(device),
+            position_ids=inputs.positions.to(device),
+            use_cache=False,
+            **documents,
+        ).logits
+    if on.fused:
+        logprobs, entropy = found.unbind(-1)
+    else:
+        logprobs, entropy = vocab_logprobs(
+            found, following, on.vocabulary, head.temperature, with_entropy=head.entropy
+        )
+    batch, length = rows.tokens.shape
+    whole = partial(
+        to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=on.meshes.context
+    )
+    return TokenOutput(whole(logprobs), whole(entropy) if head.entropy else None)
