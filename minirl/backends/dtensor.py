@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
-from minirl.backends import dtensor_lora, optim, output_head, shards
-from minirl.backends.dtensor_forward import Forward, view
+from minirl.backends import dtensor_lora, optim, shards
+from minirl.backends.dtensor_forward import Forward, open_forward, view
 from minirl.backends.dtensor_setup import (
     Model,
     load_model,
@@ -106,21 +106,14 @@ def open_backend(
     meshes = open_meshes(cfg, axis, device)
     model = load_model(cfg, meshes)
     lora = dtensor_lora.attach_(model, cfg, key)
-    fused = cfg.dtensor_cfg.use_fused_linear_logprobs and output_head.is_last(model)
+    forward = open_forward(cfg, model, meshes, device)
     shard_(model, cfg, meshes)
     if lora is not None:
         dtensor_lora.freeze_(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer, schedule = optim.build(cfg, parameters)
     trainer = Trainer(
-        forward=Forward(
-            model=model,
-            meshes=meshes,
-            vocabulary=meshes.vocabulary(model.config.vocab_size),
-            device=device,
-            fused=fused,
-            positions_at_once=cfg.logprob_chunk_size,
-        ),
+        forward=forward,
         optimizer=optimizer,
         schedule=schedule,
         reference=[_to_host(p) for p in parameters] if with_reference and lora is None else None,

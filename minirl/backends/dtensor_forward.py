@@ -14,6 +14,7 @@ from minirl.backends.dtensor_setup import Meshes, Model, needs_own_attention
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.row_layout import document_lengths, to_model, to_rows
 from minirl.backends.vocab_parallel import Shard, check_temperature, vocab_logprobs
+from minirl.policy_config import PolicyConfig
 from minirl.types import Rows
 
 
@@ -28,6 +29,18 @@ class Forward:
     fused: bool
     """Log-probs are taken from hidden states, and logits never exist in full."""
     positions_at_once: int | None
+
+
+def open_forward(cfg: PolicyConfig, model: Model, meshes: Meshes, device: torch.device) -> Forward:
+    """Looks at the model before it is cut."""
+    return Forward(
+        model=model,
+        meshes=meshes,
+        vocabulary=meshes.vocabulary(model.config.vocab_size),
+        device=device,
+        fused=cfg.dtensor_cfg.use_fused_linear_logprobs and output_head.is_last(model),
+        positions_at_once=cfg.logprob_chunk_size,
+    )
 
 
 def view(on: Forward, rows: Rows, head: TokenHead) -> TokenOutput:
