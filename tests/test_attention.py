@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from minirl.backends import attention
 from minirl.backends.attention import causal_attention
+from minirl.backends.dtensor_setup import ATTENTION, check_documents, document_attention
 
 REAL = inspect.signature(varlen.varlen_attn)
 
@@ -73,3 +75,67 @@ def test_the_gpu_s_kernel_is_given_the_same_sequences(
 
 def test_a_cpu_has_no_such_kernel():
     assert not attention._has_kernel(torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16))
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+def config_of(folder: Path, family: str, **fields: Any) -> str:
+    from transformers import AutoConfig
+
+    untyped: Any = AutoConfig
+    untyped.for_model(family, **fields).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("qwen3_next", "layers of the kinds ['linear_attention']"),
+        ("granitemoehybrid", "layers of the kinds ['mamba']"),
+        ("mamba2", "an attention of its own, or none"),
+        ("llama4_text", "layers of the kinds ['chunked_attention']"),
+        ("bloom", "an attention of its own, or none"),
+    ],
+)
+def test_a_model_that_would_carry_one_sequence_into_the_next_is_refused(
+    family: str, reason: str, tmp_path: Path
+):
+    with pytest.raises(ValueError, match=r"sequence_packing\.enabled to false") as error:
+        check_documents(config_of(tmp_path, family))
+    assert f"models of type {family!r} have {reason}" in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite"])
+def test_a_model_of_attention_only_is_not(family: str, tmp_path: Path):
+    check_documents(config_of(tmp_path, family))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "option"),
+    [
+        ("gemma2", {"layer_types": ["full_attention"]}, "softcap"),
+        ("gemma2", {"layer_types": ["sliding_attention"]}, "sliding_window"),
+        ("gpt_oss", {"layer_types": ["full_attention"], "num_local_experts": 2}, "s_aux"),
+    ],
+)
+def test_attention_that_is_more_than_a_softmax_is_refused_when_it_runs(
+    family: str, fields: dict[str, Any], option: str
+):
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    untyped: Any = AutoConfig
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    config = untyped.for_model(family, **sizes, **heads, **fields, pad_token_id=0)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    AttentionInterface.register(ATTENTION, document_attention)
+    model.set_attn_implementation(ATTENTION)
+    with pytest.raises(ValueError, match=f"a layer's attention has {option} set"):
+        model(
+            input_ids=torch.ones(1, 4, dtype=torch.long),
+            position_ids=torch.arange(4)[None],
+            use_cache=False,
+            document_lengths=[4],
+            context_group=None,
+        )

@@ -69,6 +69,8 @@ def check_policy(cfg: PolicyConfig) -> None:
         optim.check(cfg)
         packed = cfg.sequence_packing.enabled
         dtensor_setup.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name), packed=packed)
+        if packed or cfg.dtensor_cfg.context_parallel_size > 1:
+            dtensor_setup.check_documents(cfg.model_name)
         return
     from minirl.backends import megatron_setup
 

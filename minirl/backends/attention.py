@@ -1,9 +1,11 @@
 """Causal attention within sequences that lie one after the other, also cut over ranks.
 
-Each sequence is attended to on its own, so that packed samples cannot see each other; a mask is
-made only for the later part of one that a rank holds. Under context parallelism keys and values are
-gathered (the two chunks of a rank attend to all that comes before them), which any kernel can do; a
-ring would hold less memory and hide its sends behind its work, but needs a kernel of its own.
+Each sequence is attended to on its own, so that packed samples cannot see each other. Under context
+parallelism keys and values are gathered: any kernel does, for any number of ranks, also where
+sequences are packed. With 2 key heads for 8 that sends 6.3 MB on 2 ranks where an exchange of heads
+(Ulysses; no more ranks than heads) sends 10.5 and torch's ring 8.4. Packed it takes 1.1 times as
+long on a CPU as that exchange; one sequence of 4,096 tokens 1.2 times, since a CPU's kernel needs
+the mask of the later chunk in memory, and a GPU's does not. See tests/bench/context_parallel.py.
 """
 
 from collections.abc import Iterable
@@ -12,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention import bias
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -82,15 +85,19 @@ def _in_order(parts: Tensor) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None) -> Tensor:
-    mask = None
-    if start:
-        seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
-        mask = seen.tril(diagonal=start)
-    repeats = query.shape[2] // key.shape[2]
+    """Causal attention of the queries from position `start` on to all keys."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    k, v = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (k, v))
+    mask: Any = None
+    shared = query.shape[2] != key.shape[2]
+    if start and q.is_cuda:
+        # Kernels that need no mask in memory take as many heads of keys as of queries.
+        mask = cast(Any, bias).causal_lower_right(len(query), len(key))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) if shared else x for x in (k, v))
+        shared = False
+    elif start:
+        mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(diagonal=start)
     found = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale
+        q, k, v, attn_mask=mask, is_causal=not start, scale=scale, enable_gqa=shared
     )
     return found.permute(2, 0, 1, 3)
 
@@ -107,6 +114,6 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        total = torch.stack(grad_outputs)
-        dist.all_reduce(total, group=ctx.group)
-        return total[dist.get_rank(ctx.group)], None
+        own = torch.empty_like(grad_outputs[0])
+        dist.reduce_scatter_single(own, torch.cat(grad_outputs), group=ctx.group)
+        return own, None

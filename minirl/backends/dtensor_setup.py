@@ -40,6 +40,8 @@ UNIT_PARAMETERS = 2**20
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER = re.compile(r"\.(gate|router)\.weight$")
 """What the weights of a mixture's routers are called."""
+ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
+"""Kinds of layers that `document_attention` can stand in for; windows have a rule of their own."""
 ATTENTION = "minirl_documents"
 """What our attention is called among transformers' implementations."""
 
@@ -144,6 +146,37 @@ def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool)
         )
 
 
+def check_documents(name: str) -> None:
+    """Refuses packed or cut rows for a model whose layers would let sequences see each other.
+
+    `name` is a model's folder or hub name. Its attention has to be exchangeable, and all of its
+    layers attention: a recurrence or a convolution runs on from one sequence into the next.
+
+    Raises:
+        ValueError: names the model's class and layers.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    untyped: Any = AutoConfig
+    config = untyped.from_pretrained(name, trust_remote_code=False)
+    facts: dict[str, list[str]] = config.get_text_config().to_dict()
+    kinds: set[str] = set()
+    for name_of_list in ("layer_types", "layers_block_type", "block_types"):
+        kinds.update(facts.get(name_of_list) or ())
+    strange = sorted(kinds - ATTENTION_LAYERS)
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    model = mapping.get(type(config), None)
+    if strange or model is None or not model._supports_attention_backend:
+        layers = f"layers of the kinds {strange}" if strange else "an attention of its own, or none"
+        raise ValueError(
+            f"policy.model_name: models of type {config.model_type!r} have {layers}, which would "
+            "carry one sequence of a packed or cut row into the next; set "
+            "policy.sequence_packing.enabled to false and "
+            "policy.dtensor_cfg.context_parallel_size to 1"
+        )
+
+
 def _plan_of(facts: Mapping[str, Any], keys: DTensorConfig) -> plans.Plan:
     model = text_facts(facts)
     plan = plans.find_plan(facts["model_type"], keys.custom_parallel_plan)
@@ -222,15 +255,15 @@ def document_attention(
     the model's forward, `document_lengths` and `context_group` among them, and the layer's own.
 
     Raises:
-        ValueError: the layer attends to a window.
+        ValueError: the layer attends to a window, caps its scores or adds a sink to them.
     """
-    window = options.get("sliding_window")
-    if window is not None:
-        raise ValueError(
-            f"policy.model_name: a layer attends to a window of {window} tokens, which "
-            "policy.sequence_packing and policy.dtensor_cfg.context_parallel_size cannot do; "
-            "use neither"
-        )
+    for option in ("sliding_window", "softcap", "s_aux"):
+        if options.get(option) is not None:
+            raise ValueError(
+                f"policy.model_name: a layer's attention has {option} set, which "
+                "policy.sequence_packing and policy.dtensor_cfg.context_parallel_size cannot do; "
+                "use neither"
+            )
     tokens_first = [x.permute(2, 0, 1, 3) for x in (query, key, value)]
     found: Tensor = causal_attention(
         tokens_first[0],

@@ -3,8 +3,9 @@
     .venv/bin/python tests/bench/memory.py
 
 Of P parameters in float32, cut over TP ranks and sharded over the others: parameters, gradients
-and Adam's two moments take 4 P / ranks bytes each (norms stay whole under TP). What a layer keeps
-for backward is counted through autograd's own hooks, and shown against one rank's share of it.
+and Adam's two moments take 4 P / ranks bytes each (norms stay whole under TP). What is kept for
+backward is counted through autograd's own hooks, without weights that were gathered, and shown
+against `activations_of`.
 """
 
 import sys
@@ -41,6 +42,30 @@ SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
 LENGTH, ROWS, VOCABULARY = 64, 8, 2048
 
 
+def activations_of(tokens: int, keys: dict[str, Any]) -> int:
+    """Bytes that a Llama keeps for backward on a rank, of so many tokens, in float32.
+
+    Of each layer: what two norms keep (input, normalised, output: 6 h), queries and what attention
+    gives (2 H d), keys and values (2 K d), and four products of the feed-forward layer (4 f). Then
+    the last norm (3 h); log-probs keep hidden states and a number each. With checkpointing a layer
+    keeps its input (h). Under SP a norm's output is gathered. Under CP keys and values are those of
+    all ranks, and attention to the later chunk keeps its mask.
+    """
+    hidden, inner, layers = (
+        SIZES[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")
+    )
+    width = hidden // SIZES["num_attention_heads"]
+    heads, shared = width * SIZES["num_attention_heads"], width * SIZES["num_key_value_heads"]
+    tensor, context = (keys.get(f"{k}_parallel_size", 1) for k in ("tensor", "context"))
+    stream = tensor if keys.get("sequence_parallel") else 1
+    layer = 4 * hidden // stream + 2 * hidden + (2 * heads + 2 * shared + 4 * inner) // tensor
+    if context > 1:
+        layer += 2 * shared * (context - 1) + 2 * shared + LENGTH // 2
+    if keys.get("activation_checkpointing"):
+        layer = hidden
+    return 4 * tokens // context * (layers * layer + 3 * hidden // stream)
+
+
 def measure(axis: Axis, model: str, keys: dict[str, Any]) -> dict[str, int]:
     """Bytes on this rank, and the number of parameters of the whole model."""
     cfg = policy_config(
@@ -64,6 +89,8 @@ def measure(axis: Axis, model: str, keys: dict[str, Any]) -> dict[str, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         loss, _ = work.loss(view(trainer.forward, make_rows(rows), work.head))
+    gathered = {local_shard(p).untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    activations = sum(size for at, size in kept.items() if at not in gathered)
     loss.backward()
 
     def size(tensors: list[torch.Tensor]) -> int:
@@ -77,7 +104,8 @@ def measure(axis: Axis, model: str, keys: dict[str, Any]) -> dict[str, int]:
         "parameters": size(parameters),
         "gradients": gradients,
         "optimizer": size(slots),
-        "activations": sum(kept.values()),
+        "activations": activations,
+        "expected": activations_of(each * LENGTH, keys),
         "total": sum(p.numel() for p in parameters),
     }
 
@@ -88,17 +116,16 @@ def main() -> None:
         rows: dict[str, dict[str, int]] = {}
         for name, (ranks, keys) in LAYOUTS.items():
             rows[name] = run_ranks(ranks, measure, model, keys)[0]
-    whole = rows["one rank"]["activations"]
     print(f"{'MB on a rank (over the formula)':36}{'parameters':>14}{'gradients':>14}"
-          f"{'optimizer':>14}{'activations (share)':>22}")  # fmt: skip
+          f"{'optimizer':>14}{'activations':>14}")  # fmt: skip
     for name, found in rows.items():
         share = 4 * found["total"] / LAYOUTS[name][0]
         cells = "".join(
             f"{found[k] / 1e6:8.2f} ({found[k] / (share * n):4.2f})"
             for k, n in (("parameters", 1), ("gradients", 1), ("optimizer", 2))
         )
-        print(f"{name:36}{cells}{found['activations'] / 1e6:12.2f} "
-              f"({found['activations'] / whole:4.2f})")  # fmt: skip
+        print(f"{name:36}{cells}{found['activations'] / 1e6:8.2f} "
+              f"({found['activations'] / found['expected']:4.2f})")  # fmt: skip
 
 
 if __name__ == "__main__":
