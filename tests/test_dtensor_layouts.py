@@ -15,7 +15,7 @@ from test_megatron import load_and_go_on, save_midway
 from minirl.backends import check_policy, open_backend, plans
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
+from minirl.policy_config import OptimizerConfig, PolicyConfig
 from minirl.rng import key_of
 
 TP2 = {"tensor_parallel_size": 2}
@@ -187,14 +187,16 @@ def save_any(folder: Path, model_type: str) -> str:
 def trained(axis: Axis, cfg: PolicyConfig) -> tuple[float, dict[str, torch.Tensor]]:
     from minirl.metrics import value
 
-    backend, state = open_backend(cfg, axis, key_of(0))
+    # Plain descent: Gemma's norms start at 0, where Adam makes much of a rounding error.
+    sgd = OptimizerConfig("torch.optim.SGD", {"lr": 0.01})
+    backend, state = open_backend(msgspec.structs.replace(cfg, optimizer=sgd), axis, key_of(0))
     data = backend.data_axis
     state, metrics = backend.update_(state, [make_work(make_samples(4)[data.rank :: data.size])])
     return value(metrics["grad_norm"]), exported(backend, state)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["granite", "cohere", "gemma3_text"])
+@pytest.mark.parametrize("family", ["granite", "cohere"])
 def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_path: Path) -> None:
     model = save_any(tmp_path / family, family)
     [(norm, weights)] = run_ranks(1, trained, config(model))
@@ -203,6 +205,16 @@ def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_p
         assert distance(cut, weights) < 1e-5
     with pytest.raises(ValueError, match="does not say which blocks read whole sequences"):
         check_policy(config(model, **SP2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [TP2, SP2])
+def test_gemma_3_is_cut_like_the_others(keys: dict[str, Any], tmp_path: Path) -> None:
+    model = save_any(tmp_path, "gemma3_text")
+    [(norm, weights)] = run_ranks(1, trained, config(model))
+    for found, cut in run_ranks(2, trained, config(model, **keys)):
+        assert found == pytest.approx(norm, rel=1e-5)
+        assert distance(cut, weights) < 1e-5
 
 
 @pytest.mark.slow

@@ -70,6 +70,11 @@ QWEN3: Plan = {
     f"{LAYER}self_attn.q_norm": "heads",
     f"{LAYER}self_attn.k_norm": "heads",
 }
+GEMMA3: Plan = {
+    **QWEN3,
+    f"{LAYER}pre_feedforward_layernorm": "norm",
+    f"{LAYER}post_feedforward_layernorm": "norm",
+}
 QWEN3_MOE: Plan = {
     **{name: part for name, part in QWEN3.items() if ".mlp" not in name},
     f"{LAYER}mlp": "mixture",
@@ -85,7 +90,7 @@ WORDS: dict[str, Part] = {
 """Our parts, by transformers' names. What gathers or splits inside a pair is not among them."""
 PLANS: dict[str, Plan] = {
     **{"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA},
-    **{"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE},
+    **{"qwen3": QWEN3, "qwen3_moe": QWEN3_MOE, "gemma3_text": GEMMA3},
 }
 """By `model_type` of the Hugging Face config."""
 
