@@ -98,6 +98,10 @@ class Fp8Config(Section, frozen=True):
 class MegatronConfig(Section, frozen=True, kw_only=True):
     """`policy.megatron_cfg`. Nothing in it counts while `enabled` is false: recipes inherit."""
 
+    moved: ClassVar[Mapping[str, str]] = {
+        "fused_linear_logprobs_chunk_size": "the key is policy.logprob_chunk_size; set that",
+    }
+
     enabled: bool = False
     env_vars: dict[str, str] = field(default_factory=dict[str, str])
     """Set in every rank before Megatron is imported."""

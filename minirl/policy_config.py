@@ -130,6 +130,11 @@ class GenerationConfig(Section, frozen=True, kw_only=True):
 class PolicyConfig(Section, frozen=True, kw_only=True):
     """`policy`: model, batch sizes, optimizer, backend, generation."""
 
+    moved: ClassVar[Mapping[str, str]] = {
+        "make_sequence_length_divisible_by": "no key: sequences are filled up to what the "
+        "backend's parallel sizes need; remove it",
+    }
+
     model_name: str
     hf_config_overrides: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields of the model's Hugging Face config, in training and in the engine."""
