@@ -66,7 +66,7 @@ SETTINGS = {
     "padded rows": Setting({}),
     "packed rows": Setting({}, packed=True),
     "full recomputation": Setting({"activation_checkpointing": True}),
-    "log-probs from hidden states": Setting({"use_fused_linear_logprobs": True}),
+    "log-probs from logits": Setting({"use_fused_linear_logprobs": False}),
     "float32": Setting({}, precision="float32"),
     "activation offload": Setting(OFFLOAD),
     "activation offload, packed": Setting(OFFLOAD, packed=True),

@@ -11,7 +11,6 @@ arXiv:2411.09009, section 4, without its filter.
 """
 
 from collections.abc import Iterator
-from functools import reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -87,16 +86,17 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, how: _How
     ) -> tuple[Tensor, Tensor]:
         states, local = _exact(hidden), chosen - how.shard.start
-        by_position: list[list[Stats]] = [[] for _ in _slices(len(states), how.positions)]
+        by_position: dict[int, Stats] = {}
         for columns in _columns(weight, how):
             matrix, added = _tile(weight, bias, columns)
-            for at, rows in enumerate(_slices(len(states), how.positions)):
+            for rows in _slices(len(states), how.positions):
                 logits = _logits(states[rows], matrix, added, how.temperature)
                 inside = local[rows] - columns.start
                 seen = stats_of_(logits, inside, with_entropy=how.with_entropy)
-                by_position[at] = [reduce(joined, [*by_position[at], seen])]
-        parts = [stats for [stats] in by_position]
-        whole = over_ranks(Stats(*map(torch.cat, zip(*parts, strict=True))), how.shard.group)
+                before = by_position.get(rows.start)
+                by_position[rows.start] = seen if before is None else joined(before, seen)
+        parts = zip(*by_position.values(), strict=True)
+        whole = over_ranks(Stats(*map(torch.cat, parts)), how.shard.group)
         entropy = whole.entropy if how.with_entropy else torch.zeros_like(whole.most)
         ctx.save_for_backward(hidden, weight, bias, local, whole.level)
         ctx.how = how
