@@ -174,12 +174,14 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
     return [f"  warning: {n:.0f} {ALARMS[name]}" for name, n in found.items() if n > 0]
 
 
-def curve(points: Mapping[str, Sequence[tuple[int, float]]], title: str) -> str:
-    """A chart of named curves for a terminal, in plain characters; x is the step."""
+def curve(
+    points: Mapping[str, Sequence[tuple[int, float]]], title: str, label: str = "step"
+) -> str:
+    """A chart of named curves for a terminal, in plain characters; `label` says what x is."""
     import plotext
 
     figure = plotext.figure.clear()
-    figure.theme("colorless").plot_size(72, 18).title(title).label("step")
+    figure.theme("colorless").plot_size(72, 18).title(title).label(label)
     for marker, (name, pairs) in zip(cycle("ox+*"), points.items(), strict=False):
         xs, ys = zip(*pairs, strict=True)
         figure.draw(figure.signal(list(xs), list(ys), marker=marker).label(name))

@@ -5,7 +5,7 @@ is passed as an argument; there is no ambient group.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minirl.metrics import Max, Mean, Metric, Metrics, Min, Sum, merge
+from minirl.metrics import Max, Mean, Metric, Metrics, Min, Sum, merge, scalar
 
 T = TypeVar("T")
+
+KINDS: dict[str, Callable[..., Metric]] = {kind.__name__: kind for kind in (Sum, Mean, Max, Min)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def gather(items: Sequence[T], axis: Axis) -> list[T]:
 
     Collective: every rank of `axis` calls this, in the same order.
     """
-    if axis.group is None:
+    if axis.group is None or axis.size == 1:
         return list(items)
     parts: list[Sequence[T] | None] = [None] * axis.size
     dist.all_gather_object(parts, items, group=axis.group)
@@ -119,20 +121,14 @@ def reduce_metrics(metrics: Metrics, axis: Axis) -> Metrics:
 
     Collective: every rank of `axis` calls this, in the same order.
     """
-    return merge(*gather([{name: _to_cpu(metric) for name, metric in metrics.items()}], axis))
-
-
-def _to_cpu(metric: Metric) -> Metric:
-    parts = [x.detach().double().cpu() for x in metric]
-    match metric:
-        case Sum():
-            return Sum(parts[0])
-        case Mean():
-            return Mean(parts[0], parts[1])
-        case Max():
-            return Max(parts[0])
-        case Min():
-            return Min(parts[0])
+    # As plain numbers: tensors are slow to pickle one by one.
+    plain = {name: (type(m).__name__, [float(x) for x in m]) for name, m in metrics.items()}
+    return merge(
+        *(
+            {name: KINDS[kind](*map(scalar, numbers)) for name, (kind, numbers) in seen.items()}
+            for seen in gather([plain], axis)
+        )
+    )
 
 
 def barrier(axis: Axis) -> None:

@@ -219,9 +219,11 @@ def _is_adapter(name: str) -> bool:
 
 
 def full(parameter: Tensor) -> Tensor:
-    """The whole of a parameter that may be sharded. Collective."""
+    """The whole of a parameter that may be sharded; itself, if one rank has it. Collective."""
     tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local() if tensor.device_mesh.size() == 1 else tensor.full_tensor()
 
 
 def save(folder: Path, adapters: Mapping[str, Tensor], lora: Lora, axis: Axis) -> None:

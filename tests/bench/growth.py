@@ -81,7 +81,7 @@ def show(cases: dict[str, Case], seconds: dict[str, float], cost: Cost) -> None:
             "CPU seconds": [(tokens[i], seconds[names[i]] / first) for i in chosen],
             "tokens": [(tokens[i], tokens[i] / tokens[0]) for i in chosen],
         }
-        print(curve(lines, f"more {kind}: relative to the first, over the number of tokens"))
+        print(curve(lines, f"more {kind}: relative to the first", label="tokens"))
         for (label, points), style in zip(lines.items(), ("o-", "x--", ":"), strict=True):
             ax.plot(*zip(*points, strict=True), style, label=label)
         ax.set(title=f"more {kind}", xlabel="tokens", ylabel="relative to the first")
