@@ -55,8 +55,13 @@ def step(
             on.engine.wake_()
             on.engine.load_(on.backend.export(state), state.updates)
     seen = values(merge(metrics, drawn, sample_metrics(samples)), "train/")
-    perf = {f"perf/{name}": x for name, x in plan.efficiency.items()}
-    return state, seen | perf | speed(seconds, samples, seen, plan, on, cfg)
+    passes = needs_prev(len(plan.updates), cfg) + needs_reference(cfg.loss_fn)
+    perf = {
+        f"perf/{name}": x
+        for name, x in plan.efficiency.items()
+        if passes or not name.startswith("logprobs")
+    }
+    return state, seen | perf | speed(seconds, samples, seen, passes, on, cfg)
 
 
 def plan_of(state: TrainState[M], samples: Sequence[Sample], on: Parts[M], cfg: GrpoRun) -> Plan:
@@ -256,19 +261,19 @@ def speed(
     seconds: Mapping[str, float],
     samples: Sequence[Sample],
     seen: Mapping[str, float],
-    plan: Plan,
+    passes: int,
     on: Parts[M],
     cfg: GrpoRun,
 ) -> dict[str, float]:
     """Times of the stages on this rank; tokens and samples per second, of all ranks and of each.
 
     Tokens are those of prompts and responses, whatever was padded; `generation` counts only what
-    was sampled, that of dropped groups included, `valid` what was trained, `logprobs` every pass.
+    was sampled, that of dropped groups included, `valid` what was trained, `logprobs` the `passes`
+    without a gradient.
     `mfu` is the share of all devices' peak that went into the model's own work.
     """
     lengths = [len(s.trajectory.tokens) for s in samples]
     tokens, ranks = float(sum(lengths)), on.backend.axis.size
-    passes = needs_prev(len(plan.updates), cfg) + needs_reference(cfg.loss_fn)
     done = {
         "tokens": ("total", tokens),
         "valid_tokens": ("total", seen.get("train/num_valid_tokens", 0.0)),
