@@ -12,7 +12,7 @@ engine. The *version* of weights is the number of updates behind them. An *axis*
 
 A token has up to four log-probs, and each keeps its name everywhere:
 generation_logprobs  by the engine, when it sampled the token
-prev_logprobs        by the trainer, with the same weights, before the update
+prev_logprobs        by the trainer, with the same weights: before the updates, or in the only one
 logprobs             by the trainer now; the only one that carries a gradient
 reference_logprobs   by the frozen policy that the run started from
 
@@ -49,7 +49,7 @@ Arithmetic: pure functions of tensors, on one process
     losses_supervised.py       next-token negative log-likelihood
     advantages.py              from rewards to advantages
     packing.py                 which sequences share a micro-batch, and which a rank
-    flops.py                   the work that a model is, and what a device could do
+    flops.py                   the operations a model needs, and what a device could do
 
 Text and tasks: from files to prompts, from answers to rewards
     chat.py                    conversations to tokens, once; tokens to text
@@ -78,7 +78,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/shards.py         a sharded training state on disk
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
     backends/linear_logprobs.py  the same from hidden states, without logits
-    backends/output_head.py    the output layer, run for log-probs
+    backends/output_layer.py   the output layer of a model, run for log-probs
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
     backends/experts.py        each rank holds some experts of a mixture

@@ -1,4 +1,4 @@
-"""Model FLOPs: the floating-point work that a model is, whatever machine or layout does it.
+"""Model FLOPs: the floating-point operations a model needs, whatever machine or layout does them.
 
 What is computed twice (activation checkpointing, log-probs from hidden states) and what is computed
 for padding is not counted: utilisation says how much of a device's peak did useful work.
@@ -6,6 +6,7 @@ for padding is not counted: utilisation says how much of a device's peak did use
 Source: Chowdhery et al. 2022 (PaLM), arXiv:2204.02311, appendix B.
 """
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -17,18 +18,21 @@ PEAKS = {
     # name: (bfloat16 or float16 without sparsity, float32 without TF32), in TFLOP/s
     "A100": (312.0, 19.5),
     "H100 PCIe": (756.0, 51.0),
+    "H100 NVL": (835.0, 60.0),
+    "H200 NVL": (835.0, 60.0),
     "H100": (989.0, 67.0),
     "H200": (989.0, 67.0),
     "H20": (148.0, 44.0),
     "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
     "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),
     "A10G": (70.0, 35.0),
     "A10": (125.0, 31.2),
     "RTX 4090": (165.0, 82.6),
 }
-"""By a part of the device's name; the longest that fits counts. Source: the makers' data sheets."""
+"""By words of the device's name; the longest that fits counts. Source: the makers' data sheets."""
 
 
 def forward_flops(lengths: Sequence[int], cost: Cost) -> float:
@@ -56,7 +60,7 @@ def peak_flops(precision: str, cost: Cost) -> float | None:
     if cost == TOKENS_ONLY:
         return None
     if not torch.cuda.is_available():
-        return measured_flops(torch.float32)
+        return measured_flops(torch.float32 if precision == "float32" else torch.bfloat16)
     return listed_flops(torch.cuda.get_device_name(), precision)
 
 
@@ -69,7 +73,7 @@ def listed_flops(device: str, precision: str) -> float | None:
     51000000000000.0
     >>> listed_flops("something new", "float32")
     """
-    names = [name for name in PEAKS if name in device]
+    names = [name for name in PEAKS if re.search(rf"\b{name}\b", device)]
     if not names:
         return None
     half, single = PEAKS[max(names, key=len)]

@@ -207,6 +207,12 @@ def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_p
         check_policy(config(model, **SP2))
 
 
+def test_a_plan_that_misses_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    model = save_any(tmp_path, "gpt_neox")
+    for text in run_ranks(2, refusal, config(model, **TP2)):
+        assert "the plan cuts the vocabulary at ['model.embed_tokens'" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [TP2, SP2])
 def test_gemma_3_is_cut_like_the_others(keys: dict[str, Any], tmp_path: Path) -> None:

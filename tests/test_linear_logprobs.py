@@ -60,7 +60,7 @@ def test_values_and_all_gradients_are_those_of_the_logits_for_any_tile(
         leaf.requires_grad_()
     layer = OutputLayer(weight, bias if with_bias else None, WHOLE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(module.TILE, "cpu", tile)
+        patch.setitem(module.COLUMNS, "cpu", tile)
         found, entropy = linear_logprobs(
             hidden, layer, tokens, temperature, positions_at_once=at_once
         )
@@ -82,10 +82,7 @@ def test_statistics_of_columns_join_to_those_of_the_row(seed: int, cuts: list[in
     logits[:, ::5] = -torch.inf
     tokens = torch.tensor([1, 4, 11])
     edges = [0, *sorted(cuts), 12]
-    parts = [
-        stats_of_(logits[:, a:b].clone(), tokens - a)
-        for a, b in pairwise(edges)
-    ]
+    parts = [stats_of_(logits[:, a:b].clone(), tokens - a) for a, b in pairwise(edges)]
     whole = stats_of_(logits.clone(), tokens)
     for order in (parts, parts[::-1]):
         for found, expected in zip(reduce(joined, order), whole, strict=True):
@@ -123,7 +120,7 @@ def test_two_ranks_find_what_one_finds_and_their_parts_of_the_gradient_add_up(
 
 # field failure 41
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_products_are_added_up_in_float32_whatever_the_states(dtype: torch.dtype) -> None:
+def test_on_a_cpu_products_are_added_up_in_float32_whatever_the_states(dtype: torch.dtype) -> None:
     hidden, weight, _, tokens = draw(1, 64, 500, width=64)
     hidden, weight = (hidden.to(dtype), (weight / 8).to(dtype))
     found, entropy = linear_logprobs(hidden, OutputLayer(weight, None, WHOLE), tokens)

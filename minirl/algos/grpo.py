@@ -2,7 +2,7 @@
 
     collect   draw prompts, sample a group for each, score     every rank its own prompts
     gather    all samples of the step, on every rank           so that what follows is pure
-    learn     log-probs before, advantages, updates            every rank its own rows
+    learn     log-probs (before, if needed), advantages, updates: every rank its own rows
     refit     the new weights into the engine
 
 Which algorithm it is (DAPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++ ...) is the choice of two

@@ -2,10 +2,11 @@
 
 Each sequence is attended to on its own, so that packed samples cannot see each other. Under context
 parallelism keys and values are gathered: any kernel does, for any number of ranks, also where
-sequences are packed. With 2 key heads for 8 that sends 6.3 MB on 2 ranks where an exchange of heads
-(Ulysses; no more ranks than heads) sends 10.5 and torch's ring 8.4. Packed it takes 1.1 times as
-long on a CPU as that exchange; one sequence of 4,096 tokens 1.2 times, since a CPU's kernel needs
-the mask of the later chunk in memory, and a GPU's does not. See tests/bench/context_parallel.py.
+sequences are packed. For 4,096 tokens with 2 key heads for 8 that sends 6.3 MB on 2 ranks where an
+exchange of heads (Ulysses; no more ranks than heads) sends 10.5 and torch's ring 8.4; from 4 ranks
+on the exchange sends as little or less. Packed it takes 1.1 times as long on a CPU as the exchange,
+one sequence 1.2 times, since a CPU's kernel needs the masks of chunks that do not come first in
+memory, and a GPU's does not. See tests/bench/context_parallel.py.
 """
 
 from collections.abc import Iterable
@@ -33,7 +34,7 @@ def causal_attention(
     Keys and values are gathered. Source: Core's and Transformer Engine's zigzag layout.
     """
     num, rank = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
-    if num == 1 and _has_kernel(query):
+    if num == 1 and _has_kernel(query, value):
         return _packed(query, key, value, list(lengths), scale)
     gather = cast(Any, _AllGather).apply
     parts = [torch.stack(gather(x, group)) if num > 1 else x[None] for x in (key, value)]
@@ -53,26 +54,29 @@ def causal_attention(
     return torch.cat(outputs).flatten(2)
 
 
-def _has_kernel(query: Tensor) -> bool:
+def _has_kernel(query: Tensor, value: Tensor) -> bool:
     """Whether torch's kernel for packed sequences takes it: half precision, Ampere or later."""
-    half = query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] % 8 == 0
-    return query.is_cuda and half and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    width = query.shape[-1]
+    fits = width == value.shape[-1] and width % 8 == 0 and width <= 256
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    ampere = query.is_cuda and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return fits and half and ampere
 
 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None
 ) -> Tensor:
-    """The same in one launch. Padded rows have one sequence each, one row after the other."""
+    """Attention within each sequence of the only row, in one launch."""
     from torch.nn.attention.varlen import varlen_attn
 
     kernel: Any = varlen_attn
-    rows, longest = query.shape[1], max(lengths)
-    ends = torch.tensor([0, *lengths * rows], device=query.device).cumsum(0, dtype=torch.int32)
-    q, k, v = (cast(Any, x).transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    longest = max(lengths)
+    ends = torch.tensor([0, *lengths], device=query.device).cumsum(0, dtype=torch.int32)
+    q, k, v = (x.squeeze(1) for x in (query, key, value))
     found = kernel(
         q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
     )
-    whole: Tensor = found.unflatten(0, (rows, -1)).transpose(0, 1).flatten(2)
+    whole: Tensor = found.unsqueeze(1).flatten(2)
     return whole
 
 

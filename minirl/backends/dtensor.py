@@ -233,21 +233,25 @@ def _gradients_(
     In float16 they run again, with half the scale, as long as the gradient overflows; so an
     overflow costs time and no update.
     """
+    tried = trainer.loss_scale
     while True:
-        scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.value
+        scale = 1.0 if tried is None else tried.value
         done = [
             _accumulate_(trainer, work, scale, is_last=i == len(works) - 1)
             for i, work in enumerate(works)
         ]
         gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
         norm = global_norm(gradients) / scale
-        if trainer.loss_scale is None:
+        if tried is None:
             break
-        trainer.loss_scale = after(trainer.loss_scale, finite=isfinite(norm))
-        # A loss that is not finite itself would not become so.
-        wrong = 0.0 if isfinite(norm) else sum(not isfinite(loss) for loss, _ in done)
-        if isfinite(norm) or scale == 1.0 or sum_over([float(wrong)], trainer.axis)[0]:
+        if isfinite(norm):
+            trainer.loss_scale = after(tried, finite=True)
             break
+        # What no scale, or not the scale, made infinite says nothing about it.
+        wrong = float(sum(not isfinite(loss) for loss, _ in done))
+        if scale == 1.0 or sum_over([wrong], trainer.axis)[0]:
+            break
+        tried = after(tried, finite=False)
         trainer.optimizer.zero_grad(set_to_none=True)
     if scale != 1.0:
         scale_(gradients, 1.0 / scale)

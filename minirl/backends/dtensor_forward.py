@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minirl.backend import TokenHead, TokenOutput
-from minirl.backends import output_head
+from minirl.backends import output_layer
 from minirl.backends.dtensor_setup import Meshes, Model, needs_own_attention
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.row_layout import document_lengths, to_model, to_rows
@@ -36,9 +36,9 @@ def open_forward(cfg: PolicyConfig, model: Model, meshes: Meshes, device: torch.
     return Forward(
         model=model,
         meshes=meshes,
-        vocabulary=meshes.vocabulary(model.config.vocab_size),
+        vocabulary=meshes.vocabulary(model.config.get_text_config().vocab_size),
         device=device,
-        fused=cfg.dtensor_cfg.use_fused_linear_logprobs and output_head.is_last(model),
+        fused=cfg.dtensor_cfg.use_fused_linear_logprobs and output_layer.gives_plain_logits(model),
         positions_at_once=cfg.logprob_chunk_size,
     )
 
@@ -72,7 +72,7 @@ def view(on: Forward, rows: Rows, head: TokenHead) -> TokenOutput:
         )
         return torch.stack(values, dim=-1)
 
-    with output_head.seen_by(on.model, from_hidden, on.vocabulary) if on.fused else nullcontext():
+    with output_layer.replaced(on.model, from_hidden, on.vocabulary) if on.fused else nullcontext():
         found = on.model(
             input_ids=inputs.tokens.to(device),
             position_ids=inputs.positions.to(device),

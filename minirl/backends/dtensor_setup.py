@@ -38,8 +38,8 @@ from minirl.policy_config import PolicyConfig
 # save no memory worth the name.
 UNIT_PARAMETERS = 2**20
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-ROUTER = re.compile(r"\.(gate|router)\.weight$")
-"""What the weights of a mixture's routers are called."""
+ROUTER = re.compile(r"\.(gate|router)\.(weight|bias)$")
+"""What the parameters of a mixture's routers are called."""
 ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
 """Kinds of layers that `document_attention` can stand in for; windows have a rule of their own."""
 ATTENTION = "minirl_documents"
@@ -279,7 +279,7 @@ def document_attention(
 def shard_(model: Model, cfg: PolicyConfig, meshes: Meshes) -> None:
     """Cuts layers, shards parameters, moves everything to its device."""
     keys = cfg.dtensor_cfg
-    # Logits are a view of a DTensor's local part, and nothing here writes into them.
+    # The output is a view of a DTensor's local part, and nothing here writes into them.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     if meshes.tensor is not None:
         _cut_(model, keys, meshes.tensor)
@@ -321,6 +321,14 @@ def _layers(model: Model) -> list[Any]:
 
 def _cut_(model: Model, keys: DTensorConfig, mesh: DeviceMesh) -> None:
     plan = _plan_of(model.config.to_dict(), keys)
+    names = {name for name, _ in model.named_modules()}
+    absent = [n for n, part in plan.items() if part in ("embedding", "output") and n not in names]
+    if absent:
+        raise ValueError(
+            "policy.dtensor_cfg.tensor_parallel_size: the plan cuts the vocabulary at "
+            f"{absent}, which models of type {model.config.model_type!r} do not have; name a plan "
+            "by policy.dtensor_cfg.custom_parallel_plan"
+        )
     if keys.custom_parallel_plan is None and model.config.model_type not in plans.PLANS:
         whole: plans.Plan = {**plan, **plans.whole_parts(model, plan)}
         plan = whole

@@ -28,12 +28,17 @@ NAMES = ("gate_up_proj", "down_proj")
 
 
 def find_experts(model: nn.Module) -> list[Any]:
-    """The modules that hold all experts of a layer: two tensors, [expert, rows, columns] each."""
+    """The modules that hold all experts of a layer, as two tensors of weights.
+
+    Shapes: [expert, 2 x inner, width] (gate and up) and [expert, width, inner].
+    """
     found: list[Any] = []
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         if set(own) == set(NAMES) and own["down_proj"].dim() == 3:
-            found.append(module)
+            number, width, inner = own["down_proj"].shape
+            if own["gate_up_proj"].shape == (number, 2 * inner, width):
+                found.append(module)
     return found
 
 
@@ -147,7 +152,7 @@ def _added(hidden: Tensor, answers: Tensor, order: Tensor, weights: Tensor) -> T
 
 
 def _numbers(x: Tensor) -> list[int]:
-    return [int(n) for n in x]
+    return cast("list[int]", x.tolist())
 
 
 def _answers(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
@@ -159,8 +164,8 @@ def _answers(experts: Any, rows: Tensor, counts: list[int]) -> Tensor:
     answers: list[Tensor] = []
     parts: Any = cast(Any, rows).split(counts)
     for i, part in enumerate(parts):
-        gate, up = linear(part, gate_up[i]).chunk(2, dim=-1)
-        answers.append(linear(experts.act_fn(gate) * up, down[i]))
+        # The gate is the module's own: some clamp.
+        answers.append(linear(experts._apply_gate(linear(part, gate_up[i])), down[i]))
     return torch.cat(answers)
 
 

@@ -3,14 +3,14 @@
 The output layer runs on a tile of some columns and some positions at a time, forward and, once
 more, backward; what tiles say of a position joins (`Stats`), as do the parts of ranks. The largest
 part of an update's memory (positions x vocabulary) is so traded for one more product of matrices.
-Products are added up in float32 whatever the weights' dtype: no logit is rounded to bfloat16. A
+Products are added up in float32 whatever the weights' dtype: no logit is rounded to bfloat16 (on a
+GPU, where weights are bfloat16, the gradient of a logit is, as in any training with them). A
 position whose log-prob has no gradient (of a prompt, of padding) costs nothing backward.
 
 Source: what is saved and what is made again is that of Wijmans et al. 2024 (Cut Cross-Entropy),
 arXiv:2411.09009, section 4, without its filter.
 """
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,10 +28,10 @@ from minirl.backends.vocab_parallel import (
 )
 from minirl.types import TokenLogProbs
 
-TILE = {"cpu": 2**20, "cuda": 2**25}
-"""Logits that exist at a time: 4 MB in float32, or 128 MB."""
+COLUMNS = {"cpu": 1024, "cuda": 32_768}
 POSITIONS = 1024
-"""Of a tile, unless told otherwise."""
+"""Of a tile, unless told otherwise: 4 MB of logits on a CPU, 128 MB on a GPU. Backward on a GPU
+also holds the gradient of its columns' weights, twice."""
 
 
 class OutputLayer(NamedTuple):
@@ -87,7 +87,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         states, local = _exact(hidden), chosen - how.shard.start
         by_position: dict[int, Stats] = {}
-        for columns in _columns(weight, how):
+        for columns in _columns(weight):
             matrix, added = _tile(weight, bias, columns)
             for rows in _slices(len(states), how.positions):
                 logits = _logits(states[rows], matrix, added, how.temperature)
@@ -111,26 +111,29 @@ class _LinearLogProbs(torch.autograd.Function):
         wanted = grad_outputs[0].nonzero().squeeze(-1)
         states, local, level = _exact(hidden[wanted]), local[wanted], level[wanted]
         weights = grad_outputs[0][wanted] / how.temperature
-        precise = _precise(hidden)
+        precise = _precise_dtype(hidden)
         to_states = torch.zeros_like(states, dtype=precise) if needs_hidden else None
         to_weight = torch.zeros_like(weight) if needs_weight else None
         to_bias = torch.zeros_like(bias) if needs_bias else None
-        for columns in _columns(weight, how):
+        for columns in _columns(weight):
             matrix, added = _tile(weight, bias, columns)
-            to_matrix = torch.zeros_like(matrix, dtype=precise)
+            to_matrix = torch.zeros_like(matrix, dtype=precise) if needs_weight else None
+            to_added = None if added is None else torch.zeros_like(added, dtype=precise)
             for rows in _slices(len(states), how.positions):
                 logits = _logits(states[rows], matrix, added, how.temperature)
                 inside = local[rows] - columns.start
                 pulled = pull_(logits, inside, level[rows], weights[rows])
-                if to_bias is not None:
-                    to_bias[columns] += pulled.sum(0).to(to_bias.dtype)
+                if to_added is not None:
+                    to_added += pulled.sum(0)
                 pulled = pulled.to(matrix.dtype)
                 if to_states is not None:
                     _add_product_(to_states[rows], pulled, matrix)
-                if to_weight is not None:
+                if to_matrix is not None:
                     _add_product_(to_matrix, pulled.t(), states[rows])
-            if to_weight is not None:
+            if to_weight is not None and to_matrix is not None:
                 to_weight[columns] = to_matrix.to(weight.dtype)
+            if to_bias is not None and to_added is not None:
+                to_bias[columns] = to_added.to(bias.dtype)
         to_hidden = None
         if to_states is not None:
             to_hidden = torch.zeros_like(hidden)
@@ -142,21 +145,21 @@ def _slices(number: int, size: int) -> list[slice]:
     return [slice(at, min(at + size, number)) for at in range(0, max(number, 1), size)]
 
 
-def _columns(weight: Tensor, how: _How) -> Iterator[slice]:
-    return iter(_slices(len(weight), max(TILE[weight.device.type] // how.positions, 1)))
+def _columns(weight: Tensor) -> list[slice]:
+    return _slices(len(weight), COLUMNS[weight.device.type])
 
 
 def _tile(weight: Tensor, bias: Tensor | None, columns: slice) -> tuple[Tensor, Tensor | None]:
     return _exact(weight[columns]), None if bias is None else bias[columns]
 
 
-def _precise(x: Tensor) -> torch.dtype:
+def _precise_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _exact(x: Tensor) -> Tensor:
-    """In a dtype whose products are added up in float32: on a CPU, float32 itself."""
-    return x if x.is_cuda else x.to(_precise(x))
+    """In a dtype whose products are added up in float32, and that holds any gradient of a logit."""
+    return x if x.is_cuda and x.dtype == torch.bfloat16 else x.to(_precise_dtype(x))
 
 
 def _logits(states: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -167,7 +170,7 @@ def _logits(states: Tensor, matrix: Tensor, bias: Tensor | None, temperature: fl
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a b, in float32 (float64 stays)."""
-    if a.dtype in (torch.bfloat16, torch.float16):
+    if a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a @ b
 

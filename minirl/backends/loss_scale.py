@@ -8,20 +8,21 @@ Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 
 from typing import NamedTuple
 
-FIRST = 2.0**16
+LARGEST = 2.0**16
+"""Also the first."""
 PATIENCE = 100
 """Updates without an overflow before a larger scale is tried. A mistake costs one more backward."""
 
 
 class LossScale(NamedTuple):
-    """A scale, and the number of updates since it last changed."""
+    """A scale, and how many updates in a row it was good for."""
 
-    value: float = FIRST
+    value: float = LARGEST
     good: int = 0
 
 
 def after(scale: LossScale, *, finite: bool) -> LossScale:
-    """Half of it after an overflow, but not below 1; twice after long without.
+    """Half of it after an overflow, twice after `PATIENCE` without; from 1 to `LARGEST`.
 
     >>> after(LossScale(8.0, 5), finite=False), after(LossScale(8.0, 5), finite=True)
     (LossScale(value=4.0, good=0), LossScale(value=8.0, good=6))
@@ -31,5 +32,5 @@ def after(scale: LossScale, *, finite: bool) -> LossScale:
     if not finite:
         return LossScale(max(scale.value / 2, 1.0))
     if scale.good + 1 >= PATIENCE:
-        return LossScale(min(scale.value * 2, FIRST))
+        return LossScale(min(scale.value * 2, LARGEST))
     return LossScale(scale.value, scale.good + 1)

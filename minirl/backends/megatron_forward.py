@@ -18,7 +18,7 @@ from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.megatron_bridge import core
 from minirl.backends.megatron_setup import Built, Chunk
-from minirl.backends.output_head import instead
+from minirl.backends.output_layer import forward_replaced
 from minirl.backends.row_layout import (
     Layout,
     ModelRows,
@@ -82,7 +82,7 @@ def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
         if torch.cuda.is_available()
         else torch.device("cpu"),
         options={"fp32_output": False} if defer else {},
-        fused=asked and _is_bare(built.chunks[-1]),
+        fused=asked and not provider.use_mup and _is_bare(built.chunks[-1]),
         positions_at_once=cfg.logprob_chunk_size,
     )
 
@@ -255,7 +255,7 @@ def _from_hidden(
         return torch.stack(values)
 
     # Through the layer itself: its hooks wait for a weight that is still on its way.
-    with instead(output_layer, run):
+    with forward_replaced(output_layer, run):
         found: Tensor = output_layer(hidden_states, weight=output_weight)
     return found
 

@@ -1,7 +1,8 @@
 """Log-probs, entropy and the most likely tokens from logits whose vocabulary is cut over ranks.
 
 Rank r holds the columns [start, start + columns) of every row; nobody ever holds a whole row. Only
-four numbers of a row travel, once: what its columns say of it (`Stats`), which join in any order.
+four numbers of a row travel for a log-prob, once: what its columns say of it (`Stats`), which join
+in any order. For the most likely tokens, as many candidates as are asked for travel too.
 Everything is float32 (float64 stays) whatever the logits' dtype.
 """
 

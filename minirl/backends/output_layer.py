@@ -15,37 +15,47 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from minirl.backends.linear_logprobs import OutputLayer
 from minirl.backends.vocab_parallel import Shard as VocabularyShard
 
-View: TypeAlias = Callable[[Tensor, OutputLayer], Tensor]
+FromHidden: TypeAlias = Callable[[Tensor, OutputLayer], Tensor]
 """From hidden states [batch, position, width] to [batch, position, any]."""
 
 
-def is_last(model: Any) -> bool:
+def gives_plain_logits(model: Any) -> bool:
     """Whether the model gives the logits of its output layer, a plain one, as they are.
 
     Some scale or cap them afterwards. Nothing but the code after the layers is run.
     """
-    from transformers.modeling_outputs import MoeModelOutputWithPast
-
     head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
         return False
     hidden = torch.zeros(1, 1, head.in_features, dtype=head.weight.dtype)
     given = torch.zeros(1, 1, 1)
 
-    def ends(**_: Any) -> Any:
-        untyped: Any = MoeModelOutputWithPast
-        return untyped(last_hidden_state=hidden)
+    def ends(*_: Any, **__: Any) -> Any:
+        return _Ends(hidden)
 
     def gives(_: Tensor) -> Tensor:
         return given
 
-    with instead(body, ends), instead(head, gives), torch.no_grad():
+    with forward_replaced(body, ends), forward_replaced(head, gives), torch.no_grad():
         output = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
     return output.logits is given
 
 
+class _Ends:
+    """What the layers of a model give: hidden states, and nothing else that one may ask for."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, at: int | slice) -> Any:
+        return (self.last_hidden_state,)[at]
+
+
 @contextmanager
-def seen_by(model: Any, view: View, vocabulary: VocabularyShard) -> Iterator[None]:
+def replaced(model: Any, view: FromHidden, vocabulary: VocabularyShard) -> Iterator[None]:
     """While it is open, the model's logits are what `view` makes of its last hidden states."""
     head = model.get_output_embeddings()
 
@@ -61,12 +71,12 @@ def seen_by(model: Any, view: View, vocabulary: VocabularyShard) -> Iterator[Non
             view(states, own), hidden.device_mesh, [Shard(-1)], run_check=False
         )
 
-    with instead(head, forward):
+    with forward_replaced(head, forward):
         yield
 
 
 @contextmanager
-def instead(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
     """Another forward for the module; its hooks stay."""
     own = cast("dict[str, Any]", module.__dict__)
     before = own.get("forward")

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from minirl.backend import TokenHead
-from minirl.backends import output_head
+from minirl.backends import output_layer
 from minirl.backends.dtensor import open_backend
 from minirl.backends.vocab_parallel import Shard
 from minirl.parallel import Axis
@@ -39,10 +39,13 @@ def model_of(family: str, **sizes: Any) -> Any:
     return AutoModelForCausalLM.from_config(untyped.for_model(family, **SIZES, **sizes)).eval()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "gemma3_text"])
+PLAIN = "qwen2 qwen3 llama mistral gemma3_text gpt2 gpt_neox opt phi3 bloom olmo2 gpt_oss"
+
+
+@pytest.mark.parametrize("family", PLAIN.split())
 def test_a_plain_output_layer_is_the_last(family: str) -> None:
     model = model_of(family)
-    assert output_head.is_last(model)
+    assert output_layer.gives_plain_logits(model)
     tokens = torch.arange(6)[None]
     expected = model(input_ids=tokens).logits
     assert expected.shape == (1, 6, 32), "and the model is as it was"
@@ -50,7 +53,7 @@ def test_a_plain_output_layer_is_the_last(family: str) -> None:
     def view(hidden: Tensor, layer: Any) -> Tensor:
         return nn.functional.linear(hidden, layer.weight) * 2
 
-    with output_head.seen_by(model, view, Shard(0)):
+    with output_layer.replaced(model, view, Shard(0)):
         assert torch.equal(model(input_ids=tokens).logits, expected * 2)
     assert torch.equal(model(input_ids=tokens).logits, expected)
 
@@ -64,13 +67,13 @@ def test_a_plain_output_layer_is_the_last(family: str) -> None:
     ],
 )
 def test_a_model_that_changes_its_logits_is_told(family: str, keys: dict[str, Any]) -> None:
-    assert not output_head.is_last(model_of(family, **keys))
+    assert not output_layer.gives_plain_logits(model_of(family, **keys))
 
 
 def test_an_output_layer_of_another_kind_is_told() -> None:
     model = model_of("llama")
     model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
-    assert not output_head.is_last(model)
+    assert not output_layer.gives_plain_logits(model)
 
 
 def look(axis: Axis, model: str, chunk: int | None, keys: dict[str, Any]) -> list[Tensor]:
