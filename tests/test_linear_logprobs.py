@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minirl.backends import linear_logprobs as module
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
-from minirl.backends.vocab_parallel import Shard, Stats, joined, stats_of_
+from minirl.backends.vocab_parallel import Shard, Stats, joined, stats_of
 from minirl.parallel import Axis
 
 WHOLE = Shard(0)
@@ -82,8 +82,8 @@ def test_statistics_of_columns_join_to_those_of_the_row(seed: int, cuts: list[in
     logits[:, ::5] = -torch.inf
     tokens = torch.tensor([1, 4, 11])
     edges = [0, *sorted(cuts), 12]
-    parts = [stats_of_(logits[:, a:b].clone(), tokens - a) for a, b in pairwise(edges)]
-    whole = stats_of_(logits.clone(), tokens)
+    parts = [stats_of(logits[:, a:b].clone(), tokens - a) for a, b in pairwise(edges)]
+    whole = stats_of(logits.clone(), tokens)
     for order in (parts, parts[::-1]):
         for found, expected in zip(reduce(joined, order), whole, strict=True):
             torch.testing.assert_close(found, expected)
@@ -179,7 +179,7 @@ def test_a_product_that_a_gpu_adds_up_in_float32_exists() -> None:
 
 
 def test_statistics_of_no_column_change_nothing() -> None:
-    own = stats_of_(torch.randn(2, 3), torch.tensor([0, 2]))
-    none = stats_of_(torch.empty(2, 0), torch.tensor([-1, -1]))
+    own = stats_of(torch.randn(2, 3), torch.tensor([0, 2]))
+    none = stats_of(torch.empty(2, 0), torch.tensor([-1, -1]))
     assert all(map(torch.equal, joined(own, none), own))
     assert isinstance(none, Stats)

@@ -24,7 +24,7 @@ from minirl.backends.vocab_parallel import (
     joined,
     over_ranks,
     pull_,
-    stats_of_,
+    stats_of,
 )
 from minirl.types import TokenLogProbs
 
@@ -92,7 +92,7 @@ class _LinearLogProbs(torch.autograd.Function):
             for rows in _slices(len(states), how.positions):
                 logits = _logits(states[rows], matrix, added, how.temperature)
                 inside = local[rows] - columns.start
-                seen = stats_of_(logits, inside, with_entropy=how.with_entropy)
+                seen = stats_of(logits, inside, with_entropy=how.with_entropy)
                 before = by_position.get(rows.start)
                 by_position[rows.start] = seen if before is None else joined(before, seen)
         parts = zip(*by_position.values(), strict=True)
@@ -122,7 +122,7 @@ class _LinearLogProbs(torch.autograd.Function):
             for rows in _slices(len(states), how.positions):
                 logits = _logits(states[rows], matrix, added, how.temperature)
                 inside = local[rows] - columns.start
-                pulled = pull_(logits, inside, level[rows], weights[rows])
+                pulled = pull_(logits, logits, inside, level[rows], weights[rows])
                 if to_added is not None:
                     to_added += pulled.sum(0)
                 pulled = pulled.to(matrix.dtype)

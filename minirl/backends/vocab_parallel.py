@@ -70,7 +70,7 @@ def vocab_top_k(
     """
     flat = _precise(logits.detach().flatten(0, 1)) / temperature
     nowhere = flat.new_full(flat.shape[:1], -1, dtype=torch.long)
-    seen = over_ranks(stats_of_(flat.clone(), nowhere), shard.group)
+    seen = over_ranks(stats_of(flat, nowhere), shard.group)
     values, ids = _candidates(flat, k)
     ids = ids + shard.start
     if shard.group is not None:
@@ -142,8 +142,8 @@ class Stats(NamedTuple):
         return self.total.log() - self.energy / self.total
 
 
-def stats_of_(logits: Tensor, local: Tensor, *, with_entropy: bool = True) -> Stats:
-    """The statistics of these columns; the logits are overwritten.
+def stats_of(logits: Tensor, local: Tensor, *, with_entropy: bool = True) -> Stats:
+    """The statistics of these columns.
 
     Shapes: [row, column], [row]: the column of the row's token, or one that does not exist.
     """
@@ -155,12 +155,12 @@ def stats_of_(logits: Tensor, local: Tensor, *, with_entropy: bool = True) -> St
     own = (local >= 0) & (local < columns)
     mine = logits.gather(-1, local.where(own, 0)[:, None]).squeeze(-1).where(own, 0.0)
     most = logits.amax(-1).clamp_(min=lowest)
-    logits.sub_(most[:, None])
+    shifted = logits - most[:, None]
     if not with_entropy:
-        return Stats(most, logits.exp_().sum(-1), torch.zeros_like(most), mine)
+        return Stats(most, shifted.exp_().sum(-1), torch.zeros_like(most), mine)
     # A token that cannot be sampled (-inf) adds 0, not 0 * -inf.
-    weights = logits.clamp_(min=-1e4).exp()
-    return Stats(most, weights.sum(-1), weights.mul_(logits).sum(-1), mine)
+    weights = shifted.clamp_(min=-1e4).exp()
+    return Stats(most, weights.sum(-1), weights.mul_(shifted).sum(-1), mine)
 
 
 def joined(a: Stats, b: Stats) -> Stats:
@@ -186,17 +186,17 @@ def over_ranks(own: Stats, group: dist.ProcessGroup | None) -> Stats:
     return reduce(joined, [Stats(*part.unbind()) for part in parts])
 
 
-def pull_(logits: Tensor, local: Tensor, level: Tensor, weights: Tensor) -> Tensor:
-    """The gradient of sum(weights * log-prob) with respect to logits, written over them.
+def pull_(into: Tensor, logits: Tensor, local: Tensor, level: Tensor, weights: Tensor) -> Tensor:
+    """The gradient of sum(weights * log-prob) with respect to logits, in `into` (or their place).
 
-    Shapes: [row, column], [row] as in `stats_of_`, [row], [row] to [row, column].
+    Shapes: [row, column] twice, [row] as in `stats_of`, [row], [row] to [row, column].
     """
-    logits.sub_(level[:, None]).exp_().mul_(-weights[:, None])
-    if logits.shape[1]:
-        own = (local >= 0) & (local < logits.shape[1])
-        added = weights.where(own, 0.0).to(logits.dtype)
-        logits.scatter_add_(-1, local.where(own, 0)[:, None], added[:, None])
-    return logits
+    torch.sub(logits, level[:, None], out=into).exp_().mul_(-weights[:, None])
+    if into.shape[1]:
+        own = (local >= 0) & (local < into.shape[1])
+        added = weights.where(own, 0.0).to(into.dtype)
+        into.scatter_add_(-1, local.where(own, 0)[:, None], added[:, None])
+    return into
 
 
 class _VocabLogProbs(torch.autograd.Function):
@@ -213,7 +213,7 @@ class _VocabLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         local = chosen - shard.start
         seen = [
-            stats_of_(_copy(flat[part], temperature), local[part], with_entropy=with_entropy)
+            stats_of(_scaled(flat[part], temperature), local[part], with_entropy=with_entropy)
             for part in _parts(flat)
         ]
         whole = over_ranks(Stats(*map(torch.cat, zip(*seen, strict=True))), shard.group)
@@ -229,17 +229,17 @@ class _VocabLogProbs(torch.autograd.Function):
         weights = grad_outputs[0] / ctx.temperature
         into = torch.empty_like(flat)
         for part in _parts(flat):
-            scaled = _copy(flat[part], ctx.temperature)
-            into[part] = pull_(scaled, local[part], level[part], weights[part])
+            scaled = _scaled(flat[part], ctx.temperature)
+            place = into[part] if into.dtype == scaled.dtype else scaled
+            found = pull_(place, scaled, local[part], level[part], weights[part])
+            if place is scaled:
+                into[part] = found
         return into, None, None, None, None
 
 
-def _copy(logits: Tensor, temperature: float) -> Tensor:
-    """Scaled, in a precise dtype, to be written over."""
+def _scaled(logits: Tensor, temperature: float) -> Tensor:
     precise = _precise(logits)
-    if temperature != 1.0:
-        return precise / temperature
-    return precise.clone() if precise is logits else precise
+    return precise if temperature == 1.0 else precise / temperature
 
 
 def _parts(flat: Tensor) -> list[slice]:
