@@ -84,6 +84,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/experts.py        each rank holds some experts of a mixture
     backends/plans.py          how layers are cut for tensor parallelism, by family
     backends/dtensor_lora.py   adapters beside frozen layers
+    backends/dtensor_fit.py    whether a model can be cut, packed and adapted so
     backends/dtensor_setup.py  mesh of ranks, model, sharding
     backends/dtensor_forward.py  rows to log-probs through that model
     backends/dtensor.py        any Hugging Face causal LM under FSDP2

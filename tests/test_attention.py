@@ -15,7 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from minirl.backends import attention
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_setup import ATTENTION, check_documents, document_attention
+from minirl.backends.dtensor_fit import check_documents
+from minirl.backends.dtensor_setup import ATTENTION, document_attention
 
 REAL = inspect.signature(varlen.varlen_attn)
 

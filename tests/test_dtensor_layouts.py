@@ -1,5 +1,6 @@
 """What the layouts of the FSDP2 backend keep beside their numbers (test_parity.py)."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ranks import run_ranks
 from test_megatron import load_and_go_on, save_midway
 
 from minirl.backends import check_policy, open_backend, plans
-from minirl.dtensor_config import DTensorConfig, data_parallel_size
+from minirl.dtensor_config import DTensorConfig, LoraConfig, data_parallel_size
 from minirl.parallel import Axis
 from minirl.policy_config import OptimizerConfig, PolicyConfig
 from minirl.rng import key_of
@@ -209,8 +210,22 @@ def test_a_family_without_a_plan_here_is_cut_by_hugging_faces(family: str, tmp_p
 
 def test_a_plan_that_misses_the_vocabulary_is_refused(tmp_path: Path) -> None:
     model = save_any(tmp_path, "gpt_neox")
-    for text in run_ranks(2, refusal, config(model, **TP2)):
-        assert "the plan cuts the vocabulary at ['model.embed_tokens'" in text
+    with pytest.raises(ValueError, match=r"cuts the vocabulary at \['model.embed_tokens'"):
+        check_policy(config(model, **TP2))
+
+
+def test_adapters_and_experts_that_do_not_fit_are_refused_before_weights_are_read(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(models["qwen3"], tmp_path / "m")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    lora = LoraConfig(enabled=True, match_all_linear=False, target_modules=["proj"])
+    with pytest.raises(ValueError, match=r"target_modules: 'proj' fits no linear layer"):
+        check_policy(config(str(folder), lora_cfg=lora))
+    biased = save_any(tmp_path / "biased", "gpt_oss")
+    with pytest.raises(ValueError, match="none in the form that can be cut"):
+        check_policy(config(biased, **EP2))
 
 
 @pytest.mark.slow

@@ -64,13 +64,14 @@ def check_policy(cfg: PolicyConfig) -> None:
     """
     cfg = with_own_config(cfg)
     if cfg.dtensor_cfg.enabled:
-        from minirl.backends import dtensor_setup, optim
+        from minirl.backends import dtensor_fit, optim
 
         optim.check(cfg)
         packed = cfg.sequence_packing.enabled
-        dtensor_setup.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name), packed=packed)
+        dtensor_fit.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name), packed=packed)
+        dtensor_fit.check_modules(cfg.dtensor_cfg, cfg.model_name)
         if packed or cfg.dtensor_cfg.context_parallel_size > 1:
-            dtensor_setup.check_documents(cfg.model_name)
+            dtensor_fit.check_documents(cfg.model_name)
         return
     from minirl.backends import megatron_setup
 

@@ -42,19 +42,28 @@ def find_experts(model: nn.Module) -> list[Any]:
     return found
 
 
+def check_experts(model: nn.Module, size: int) -> None:
+    """Refuses to cut experts that a model does not have, or not in this form.
+
+    Raises:
+        ValueError: names the key and the form.
+    """
+    if not find_experts(model):
+        raise ValueError(
+            f"policy.dtensor_cfg.expert_parallel_size is {size}, but the model has no experts, or "
+            "none in the form that can be cut (gate_up_proj and down_proj, without biases); set it "
+            "to 1"
+        )
+
+
 def cut_(model: nn.Module, mesh: DeviceMesh) -> list[Any]:
     """Cuts every layer's experts over `mesh`, and lets tokens travel; returns those modules.
 
     Raises:
         ValueError: the model has no experts that can be cut, or `mesh` does not divide them.
     """
-    key, size = "policy.dtensor_cfg.expert_parallel_size", mesh.size()
-    layers = find_experts(model)
-    if not layers:
-        raise ValueError(
-            f"{key} is {size}, but the model has no experts, or none in the form that can be cut "
-            "(gate_up_proj and down_proj, without biases); set it to 1"
-        )
+    key, layers = "policy.dtensor_cfg.expert_parallel_size", find_experts(model)
+    check_experts(model, mesh.size())
     for experts in layers:
         number = _keep_own_(experts, mesh, key)
         experts.forward = types.MethodType(_travelling(mesh.get_group(), number), experts)
