@@ -141,3 +141,11 @@ def test_attention_that_is_more_than_a_softmax_is_refused_when_it_runs(
             document_lengths=[4],
             context_group=None,
         )
+
+
+def test_the_masks_that_a_gpu_needs_not_hold_are_those_that_a_cpu_does():
+    from torch.nn.attention.bias import causal_lower_right
+
+    for queries, keys in ((2, 5), (3, 3)):
+        held = torch.ones(queries, keys, dtype=torch.bool).tril(diagonal=keys - queries)
+        assert torch.equal(causal_lower_right(queries, keys)._materialize(), held)
