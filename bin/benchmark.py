@@ -42,11 +42,11 @@ def main(
     ] = "",
 ) -> None:
     """Run each CONFIG on each BACKEND, and show the mean times of their steps as Markdown."""
-    further = shlex.split(torchrun)
-    launcher = ["--nproc-per-node", str(nproc_per_node), *(further or ["--standalone"])]
     rows: list[tuple[str, dict[str, float]]] = []
     failed = False
     with user_errors():
+        further = shlex.split(torchrun)
+        launcher = ["--nproc-per-node", str(nproc_per_node), *(further or ["--standalone"])]
         steps_taken = window_of(window, steps)
         runs = planned(
             config, backend or [], overrides or [], steps, None if further else nproc_per_node

@@ -112,6 +112,7 @@ Algorithms: the steps and the loop
     algos/export.py            checkpoints between Hugging Face's format and Megatron's
     algos/tiny.py              a small model made from nothing
     algos/gpu_check.py         the Megatron backend tried on this machine
+    algos/translate.py         settings of one backend as those of the other
     algos/benchmark.py         whole runs timed, on one backend or both
 
 Commands

@@ -224,7 +224,8 @@ def cost_of(facts: Mapping[str, Any]) -> Cost:
     """The work of a decoder, from its Hugging Face config, in multiply-adds of a forward pass.
 
     Per token and layer: the attention's projections h d (2 H + 2 K) and the gated feed-forward
-    3 h f (of a mixture: of the experts that a token visits); and the output layer h V. Per pair
+    3 h f (of a mixture: of the experts that a token visits, and of those that all do); and the
+    output layer h V. Per pair
     of tokens: H d in each layer, since causal attention looks at half of them twice (scores and
     values). Backward is twice that, for both. A config without these names counts tokens only.
 
@@ -237,11 +238,19 @@ def cost_of(facts: Mapping[str, Any]) -> Cost:
     hidden, heads, layers, vocabulary = (int(facts[name]) for name in names)
     head = int(facts.get("head_dim") or hidden // heads)
     shared = int(facts.get("num_key_value_heads") or heads)
+    attention = hidden * head * (2 * heads + 2 * shared)
     inner = int(facts.get("intermediate_size") or 4 * hidden)
-    if facts.get("num_experts_per_tok") and facts.get("moe_intermediate_size"):
-        inner = int(facts["num_experts_per_tok"]) * int(facts["moe_intermediate_size"])
-    layer = hidden * head * (2 * heads + 2 * shared) + 3 * hidden * inner
-    return Cost(float(layers * layer + hidden * vocabulary), float(layers * heads * head))
+    dense, mixed = layers, 0
+    visited = int(facts.get("num_experts_per_tok") or 0)
+    if visited:
+        mixed = layers - int(facts.get("first_k_dense_replace") or 0)
+        dense = layers - mixed
+    each = int(facts.get("moe_intermediate_size") or inner)
+    always = int(facts.get("shared_expert_intermediate_size") or 0)
+    always += int(facts.get("n_shared_experts") or 0) * each
+    columns = dense * inner + mixed * (visited * each + always)
+    work = layers * attention + 3 * hidden * columns + hidden * vocabulary
+    return Cost(float(work), float(layers * heads * head))
 
 
 def balance(works: Sequence[float], num_ranks: int) -> list[list[int]]:

@@ -240,3 +240,5 @@ def test_speed_counts_tokens_and_samples_a_second_in_all_and_on_each_rank():
         "perf/training_tflops_per_s_per_rank": pytest.approx(work / 1e12),
         "perf/training_mfu": pytest.approx(work / 1e6),
     }
+    nothing = grpo.speed(seconds, shown, {"train/sampled_tokens": 600.0}, 2, on, run)
+    assert not [name for name in nothing if "training" in name and not name.startswith("time")]

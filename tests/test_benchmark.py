@@ -14,14 +14,16 @@ from configs import MEGATRON, MINIMAL, edited, load_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirl.algos import benchmark, tiny
-from minirl.algos.benchmark import Window, averages, planned, table, translated, window_of
+from minirl.algos import benchmark, tiny, translate
+from minirl.algos.benchmark import Window, averages, planned, table, window_of
+from minirl.algos.translate import translated
 from minirl.config import GrpoRun
 from minirl.loader import load
 from minirl.log import read_metrics
 from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
 from minirl.policy_config import PolicyConfig
 
+MEGA = translate.MEGATRON
 RECIPE = ROOT / "bin" / "recipes" / "grpo_tiny_cpu.yaml"
 FINITE = st.floats(-1e6, 1e6)
 
@@ -247,8 +249,8 @@ def test_what_dtensor_lacks_is_refused_with_key_value_and_remedy(key: str):
 
 def test_every_name_in_the_lists_of_keys_is_a_key():
     keys = set(MegatronConfig.__struct_fields__)
-    assert {*benchmark.HOW, *benchmark.SAME.values()} <= keys
-    assert set(benchmark.ADAM_KEYS) <= set(MegatronOptimizerConfig.__struct_fields__)
+    assert {*translate.HOW, *translate.SAME.values()} <= keys
+    assert set(translate.ADAM_KEYS) <= set(MegatronOptimizerConfig.__struct_fields__)
 
 
 # ---- the runs -----------------------------------------------------------------------------------
@@ -295,7 +297,10 @@ def test_without_a_backend_a_recipe_runs_as_it_is():
         (["fsdp"], [], 1, "--backend is 'fsdp'; use dtensor or megatron"),
         ([], ["grpo.max_num_steps=5"], 1, "grpo.max_num_steps"),
         ([], ["checkpointing.enabled=true"], 1, "checkpointing.enabled"),
+        ([], ["checkpointing={enabled: true}"], 1, "a benchmark sets checkpointing.enabled"),
         ([], ["grpo.sede=5"], 1, "grpo.seed"),
+        (["megatron"], [f"{MEGA}tensor_model_parallel_size=2"], 2, f"--backend sets {MEGA}tensor"),
+        (["megatron"], [f"{MEGA}optimizer.lr=1.0"], 1, f"--backend sets {MEGA}optimizer.lr"),
         (["megatron"], ["policy.dtensor_cfg.tensor_parallel_size=2"], 3, "3 ranks"),
     ],
 )
@@ -304,6 +309,13 @@ def test_a_wrong_request_is_refused_before_any_run(
 ):
     with pytest.raises(ValueError, match=told):
         planned([recipe], backends, overrides, 30, ranks)
+
+
+def test_all_that_is_translated_may_not_be_overridden(recipe: Path):
+    for backend, tree in (("megatron", MINIMAL), ("dtensor", MEGATRON)):
+        keys = translated(load_tree(tree).policy, backend).keys()
+        other = translate.MEGATRON if backend == "megatron" else translate.DTENSOR
+        assert {k for k in keys if k.startswith(other)} <= translate.section_of(backend)
 
 
 # ---- the command --------------------------------------------------------------------------------

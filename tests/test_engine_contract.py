@@ -30,7 +30,7 @@ from engines import (
 
 from minirl.backends import vllm
 from minirl.engine import Request, Sampling, check_logprobs
-from minirl.parallel import world
+from minirl.parallel import Axis, world
 from minirl.rng import fold_in, key_of
 from minirl.rollout import collate, rollout
 from minirl.types import Prompt
@@ -362,3 +362,25 @@ def test_weights_reloaded_layer_by_layer_are_the_same_weights(opened, folders, n
 def test_a_temperature_that_vllm_would_raise_is_refused(opened):
     with pytest.raises(ValueError, match=r"temperature 0\.001"):
         opened["vllm", "qwen3"].generate(requests(1), DRAWN._replace(temperature=0.001))
+
+
+def test_the_oracle_takes_the_experts_of_a_mixture_one_by_one(opened, tmp_path):
+    """As checkpoints, and exports, name them."""
+    from models import policy_config, save_model
+
+    from minirl.backends import dtensor, hf_generate
+
+    folders = [save_model(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in (0, 1)]
+    cfg = policy_config(folders[1])
+    axis = Axis(0, 1, torch.distributed.group.WORLD)
+    backend, state = dtensor.open_backend(cfg, axis, key_of(0))
+    ask = [Request((2, 3, 4), 0)]
+    first, second = (hf_generate.open_engine(cfg.generation, f) for f in folders)
+    expected = second.generate(ask, GREEDY)
+    assert first.generate(ask, GREEDY) != expected
+    first.load_(backend.export(state), 0)
+    assert first.generate(ask, GREEDY) == expected
+    weights = dict(backend.export(state))
+    del weights["model.layers.1.mlp.experts.0.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"not given.*mlp\.experts\.gate_up_proj"):
+        first.load_(weights.items(), 1)

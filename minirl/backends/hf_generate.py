@@ -5,7 +5,8 @@ completion cannot depend on the others. It serves as the reference for vLLM in t
 engine where vLLM is not installed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -16,6 +17,8 @@ from minirl.engine import Engine, Request, Sampling, check_logprobs, check_reque
 from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+"""What checkpoints call the weights of one expert."""
 TextOf: TypeAlias = Callable[[Sequence[int]], str]
 
 
@@ -116,22 +119,41 @@ def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tup
 
 @torch.no_grad()
 def _load_(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies every weight into the parameter of its name.
+    """Copies every weight into the parameter of its name, or an expert's into its part of one.
 
     Raises:
         ValueError: a name is unknown, a shape differs, or a parameter was not given.
     """
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    missing = set(parameters)
+    missing = {name: p.numel() for name, p in parameters.items()}
     for name, tensor in weights:
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        if name not in parameters or parameters[name].shape != tensor.shape:
+        owner, place = _place(parameters, name)
+        if place is None or place.shape != tensor.shape:
             raise ValueError(
                 f"weight {name!r} of shape {tuple(tensor.shape)} does not belong to the engine's "
                 "model; export Hugging Face names and full tensors of the same architecture"
             )
-        parameters[name].copy_(tensor)
-        missing.discard(name)
-    if missing:
-        raise ValueError(f"weights not given to the engine: {sorted(missing)}")
+        place.copy_(tensor)
+        missing[owner] -= tensor.numel()
+    left = sorted(name for name, numbers in missing.items() if numbers)
+    if left:
+        raise ValueError(f"weights not given to the engine: {left}")
+
+
+def _place(parameters: Mapping[str, Tensor], name: str) -> tuple[str, Tensor | None]:
+    """The parameter that a weight belongs to, and the part of it that it is.
+
+    transformers holds the experts of a mixture in two tensors, checkpoints one by one.
+    """
+    found = EXPERT.fullmatch(name)
+    if found is None:
+        return name, parameters.get(name)
+    experts, number, part = found.groups()
+    owner = f"{experts}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
+    whole = parameters.get(owner)
+    if whole is None or int(number) >= len(whole):
+        return owner, None
+    own, half = whole[int(number)], whole.shape[1] // 2
+    return owner, {"gate": own[:half], "up": own[half:], "down": own}[part]

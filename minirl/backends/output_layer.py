@@ -22,7 +22,7 @@ FromHidden: TypeAlias = Callable[[Tensor, OutputLayer], Tensor]
 def gives_plain_logits(model: Any) -> bool:
     """Whether the model gives the logits of its output layer, a plain one, as they are.
 
-    Some scale or cap them afterwards. Nothing but the code after the layers is run.
+    Some scale or cap them afterwards. Of most models nothing but the code after the layers is run.
     """
     head, body = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or body is model:
@@ -36,8 +36,11 @@ def gives_plain_logits(model: Any) -> bool:
     def gives(_: Tensor) -> Tensor:
         return given
 
-    with forward_replaced(body, ends), forward_replaced(head, gives), torch.no_grad():
-        output = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    try:
+        with forward_replaced(body, ends), forward_replaced(head, gives), torch.no_grad():
+            output = model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # it does more between its layers and its output than hand states on
     return output.logits is given
 
 
