@@ -20,9 +20,16 @@ def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool)
     """Refuses a layout that the model, by its Hugging Face config `facts`, cannot be cut into.
 
     Raises:
-        ValueError: no plan, heads or experts that cannot be dealt out, or attention to a window.
+        ValueError: a model that is not causal, no plan, heads or experts that cannot be dealt out,
+            or attention to a window.
     """
     model = text_facts(facts)
+    if facts.get("is_decoder") is False:
+        raise ValueError(
+            f"policy.model_name: models of type {facts['model_type']!r} attend to both sides "
+            "(is_decoder is false in config.json), so their log-probs would see what follows; use "
+            "a causal language model"
+        )
     if keys.tensor_parallel_size > 1:
         _plan_of(facts, keys)
     number, size = num_experts(facts), keys.expert_parallel_size
