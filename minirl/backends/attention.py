@@ -2,11 +2,11 @@
 
 Each sequence is attended to on its own, so that packed samples cannot see each other. Under context
 parallelism keys and values are gathered: any kernel does, for any number of ranks, also where
-sequences are packed. For 4,096 tokens with 2 key heads for 8 that sends 6.3 MB on 2 ranks where an
-exchange of heads (Ulysses; no more ranks than heads) sends 10.5 and torch's ring 8.4; from 4 ranks
-on the exchange sends as little or less. Packed it takes 1.1 times as long on a CPU as the exchange,
-one sequence 1.2 times, since a CPU's kernel needs the masks of chunks that do not come first in
-memory, and a GPU's does not. See tests/bench/context_parallel.py.
+sequences are packed. For 4,096 tokens with 2 key heads for 8 that sends 4.2 MB on 2 ranks where an
+exchange of heads (Ulysses; no more ranks than heads) sends 10.5 and torch's ring 8.4; from 8 ranks
+on the exchange sends as little or less. It takes 1.2 times as long on a CPU as the exchange, since
+a CPU's kernel needs the masks of chunks that do not come first in memory, and a GPU's does not. See
+tests/bench/context_parallel.py.
 """
 
 from collections.abc import Iterable

@@ -39,7 +39,7 @@ def weight_types(folder: Path) -> dict[str, torch.dtype]:
     types: dict[str, torch.dtype] = {}
     for file in _files_of_weights(folder):
         with _open(file) as opened:
-            kinds = {str(name): opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 # files are no mappings
+            kinds = {str(name): opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 # safe_open cannot be iterated
         odd = {name: kind for name, kind in kinds.items() if kind not in TYPES}
         if odd:
             raise ValueError(

@@ -15,7 +15,7 @@ add up to about as many, each filled up to a multiple of 2n for n ranks.
 Each side is first checked against whole sequences on one rank, values and gradients. Seconds are of
 the slowest rank, medians over turns that the sides take one after the other; where ranks share
 cores only CPU seconds tell. Bytes sent by a rank are computed: with b those of its keys, the gather
-sends 2 (n - 1) b and, backward, 4 (n - 1) b, as a ring's all-gather and all-reduce do; the ring
+sends 2 (n - 1) b and as much backward, as a ring's all-gather and reduce-scatter do; the ring
 2 (n - 1) b and (4 n - 2) b; Ulysses (n - 1) / n of queries, keys, values and output, twice. Bytes
 kept are the storages that autograd saves, inputs among them, the most of any rank.
 """
@@ -176,7 +176,7 @@ def sent_by(side: str, n: int, tokens: int) -> float:
     head = tokens // n * WIDTH * 4e-6
     repeated = KV_HEADS if KV_HEADS % n == 0 else n
     exchanged = 2 * (2 * HEADS + 2 * repeated) * (n - 1) / n
-    gather, ring = 6 * (n - 1) * KV_HEADS, (6 * n - 4) * KV_HEADS
+    gather, ring = 4 * (n - 1) * KV_HEADS, (6 * n - 4) * KV_HEADS
     return {"whole": 0, "gather": gather, "Ulysses": exchanged, "ring": ring}[side] * head
 
 
