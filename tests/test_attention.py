@@ -15,9 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from minirl.backends import attention
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_fit import check_documents, check_layout
+from minirl.backends.dtensor_fit import check_documents
 from minirl.backends.dtensor_setup import ATTENTION, document_attention
-from minirl.dtensor_config import DTensorConfig
 
 REAL = inspect.signature(varlen.varlen_attn)
 
@@ -107,12 +106,6 @@ def test_a_model_that_would_carry_one_sequence_into_the_next_is_refused(
     with pytest.raises(ValueError, match=r"sequence_packing\.enabled to false") as error:
         check_documents(config_of(tmp_path, family))
     assert f"models of type {family!r} have {reason}" in str(error.value)
-
-
-def test_a_model_that_sees_what_follows_is_refused():
-    facts = {"model_type": "bert", "is_decoder": False}
-    with pytest.raises(ValueError, match="attend to both sides"):
-        check_layout(DTensorConfig(), facts, packed=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "granite"])

@@ -1,4 +1,4 @@
-"""Which models can be asked for log-probs at their output layer, and that they are the same."""
+"""What the FSDP2 backend measures of a model: causality, and that its logits are plain."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,11 @@ import pytest
 import torch
 from backend_cases import make_rows, make_samples
 from models import policy_config, save_model
-from ranks import run_ranks
+from ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 from minirl.backend import TokenHead
-from minirl.backends import output_layer
+from minirl.backends import dtensor_fit, output_layer
 from minirl.backends.dtensor import open_backend
 from minirl.backends.vocab_parallel import Shard
 from minirl.parallel import Axis
@@ -75,6 +75,23 @@ def test_an_output_layer_of_another_kind_is_told() -> None:
     model = model_of("llama")
     model.set_output_embeddings(nn.Sequential(model.get_output_embeddings()))
     assert not output_layer.gives_plain_logits(model)
+
+
+@pytest.mark.parametrize("family", [*PLAIN.split(), "gpt_neox_japanese", "mamba", "qwen3_next"])
+def test_a_decoder_is_causal_whatever_its_config_says(family: str) -> None:
+    dtensor_fit.check_causal(model_of(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [("bert", {}), ("xlnet", {"d_head": 8}), ("gemma3_text", {"use_bidirectional_attention": True})],
+)
+def test_a_model_that_sees_what_follows_is_refused(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    model_of(family, **keys).save_pretrained(tmp_path)
+    with pytest.raises(RankError, match=f"models of type '{family}'.* attend to both sides"):
+        run_ranks(1, look, str(tmp_path), None, {})
 
 
 def look(axis: Axis, model: str, chunk: int | None, keys: dict[str, Any]) -> list[Tensor]:

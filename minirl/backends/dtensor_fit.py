@@ -1,6 +1,7 @@
-"""Whether a model can be cut, packed and adapted as the FSDP2 backend's settings say.
+"""Whether a model can be trained, cut, packed and adapted as the FSDP2 backend's settings say.
 
-Before weights are read: from the model's config, its class, and its modules on no device.
+Before weights are read: from the model's config, its class, and its modules on no device. Only
+whether it is causal is measured.
 """
 
 from collections.abc import Mapping
@@ -20,16 +21,9 @@ def check_layout(keys: DTensorConfig, facts: Mapping[str, Any], *, packed: bool)
     """Refuses a layout that the model, by its Hugging Face config `facts`, cannot be cut into.
 
     Raises:
-        ValueError: a model that is not causal, no plan, heads or experts that cannot be dealt out,
-            or attention to a window.
+        ValueError: no plan, heads or experts that cannot be dealt out, or attention to a window.
     """
     model = text_facts(facts)
-    if facts.get("is_decoder") is False:
-        raise ValueError(
-            f"policy.model_name: models of type {facts['model_type']!r} attend to both sides "
-            "(is_decoder is false in config.json), so their log-probs would see what follows; use "
-            "a causal language model"
-        )
     if keys.tensor_parallel_size > 1:
         _plan_of(facts, keys)
     number, size = num_experts(facts), keys.expert_parallel_size
@@ -111,6 +105,24 @@ def check_documents(name: str) -> None:
             "carry one sequence of a packed or cut row into the next; set "
             "policy.sequence_packing.enabled to false and "
             "policy.dtensor_cfg.context_parallel_size to 1"
+        )
+
+
+def check_causal(model: Any) -> None:
+    """Refuses a model whose first position sees the second, by a forward over both.
+
+    Configs do not tell: `is_decoder` is false in those of some decoders.
+
+    Raises:
+        ValueError: names the model's type.
+    """
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[0, 0], [0, 1]]), use_cache=False).logits
+    if not torch.allclose(logits[0, 0], logits[1, 0], rtol=1e-4, atol=1e-5, equal_nan=True):
+        raise ValueError(
+            f"policy.model_name: models of type {model.config.model_type!r}, as config.json has "
+            "them, attend to both sides, so their log-probs would see what follows; use a causal "
+            "language model"
         )
 
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from minirl.backends import dtensor_lora, experts, plans
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_fit import check_documents, plan_for
+from minirl.backends.dtensor_fit import check_causal, check_documents, plan_for
 from minirl.backends.row_layout import Layout, layout_of
 from minirl.backends.vocab_parallel import Shard as VocabularyShard
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
@@ -117,7 +117,8 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
     """The model in float32 on the CPU, in evaluation mode, before anything is cut.
 
     Raises:
-        ValueError: the checkpoint lacks weights of the model, or holds them in other shapes.
+        ValueError: the checkpoint lacks weights of the model, or holds them in other shapes, or
+            the model is not causal.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging
@@ -141,6 +142,7 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
     # padding token, often also the end token, would get no gradient.
     model.get_input_embeddings().padding_idx = None
     model.eval()
+    check_causal(model)
     if cfg.dtensor_cfg.freeze_moe_router:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(ROUTER.search(name) is None)
