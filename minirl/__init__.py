@@ -49,7 +49,6 @@ Arithmetic: pure functions of tensors, on one process
     losses_supervised.py       next-token negative log-likelihood
     advantages.py              from rewards to advantages
     packing.py                 which sequences share a micro-batch, and which a rank
-    flops.py                   the operations a model needs, and what a device could do
 
 Text and tasks: from files to prompts, from answers to rewards
     chat.py                    conversations to tokens, once; tokens to text
@@ -66,6 +65,8 @@ Contracts: records of functions, and what is built on them alone
     rollout.py                 prompts to trajectories to padded rows
     log.py                     metrics file and terminal; the only module that prints
     hf.py                      cheap checks of a model's folder
+    cost.py                    the work of a sequence, from its model's matrices
+    flops.py                   the operations a model needs, and what a device could do
     checkpoint.py              a run's folder of saved states
     update.py                  one optimizer update: global counts, then additive losses
 

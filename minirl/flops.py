@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minirl.packing import TOKENS_ONLY, Cost
+from minirl.cost import TOKENS_ONLY, Cost
 
 PEAKS = {
     # name: (bfloat16 or float16 without sparsity, float32 without TF32), in TFLOP/s

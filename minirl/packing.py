@@ -7,9 +7,9 @@ It does not know what a sequence is, which ranks exist, or what happens to a bin
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 
@@ -199,58 +199,6 @@ PACKERS: dict[PackingAlgorithm, Callable[[Sequence[int], Sequence[int], int], Bi
 """From sizes, the order to look at them in, and the capacity of a bin."""
 
 # ---- ranks --------------------------------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    """The work of a sequence of n tokens: `per_token` n + `per_pair` n^2."""
-
-    per_token: float = 1.0
-    per_pair: float = 0.0
-
-    def of(self, length: int) -> float:
-        """The work of one sequence.
-
-        >>> Cost(per_token=2.0, per_pair=0.5).of(4)
-        16.0
-        """
-        return self.per_token * length + self.per_pair * length * length
-
-
-TOKENS_ONLY = Cost()
-"""For a model of unknown sizes."""
-
-
-def cost_of(facts: Mapping[str, Any]) -> Cost:
-    """The work of a decoder, from its Hugging Face config, in multiply-adds of a forward pass.
-
-    Per token and layer: the attention's projections h d (2 H + 2 K) and the gated feed-forward
-    3 h f (of a mixture: of the experts that a token visits, and of those that all do); and the
-    output layer h V. Per pair
-    of tokens: H d in each layer, since causal attention looks at half of them twice (scores and
-    values). Backward is twice that, for both. A config without these names counts tokens only.
-
-    Source: the counting of Narayanan et al. 2021, arXiv:2104.04473, section 5.1.
-    """
-    facts = facts.get("text_config", facts)
-    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-    if not all(isinstance(facts.get(name), int) for name in names):
-        return TOKENS_ONLY
-    hidden, heads, layers, vocabulary = (int(facts[name]) for name in names)
-    head = int(facts.get("head_dim") or hidden // heads)
-    shared = int(facts.get("num_key_value_heads") or heads)
-    attention = hidden * head * (2 * heads + 2 * shared)
-    inner = int(facts.get("intermediate_size") or 4 * hidden)
-    dense, mixed = layers, 0
-    visited = int(facts.get("num_experts_per_tok") or 0)
-    if visited:
-        mixed = layers - int(facts.get("first_k_dense_replace") or 0)
-        dense = layers - mixed
-    each = int(facts.get("moe_intermediate_size") or inner)
-    always = int(facts.get("shared_expert_intermediate_size") or 0)
-    always += int(facts.get("n_shared_experts") or 0) * each
-    columns = dense * inner + mixed * (visited * each + always)
-    work = layers * attention + 3 * hidden * columns + hidden * vocabulary
-    return Cost(float(work), float(layers * heads * head))
 
 
 def balance(works: Sequence[float], num_ranks: int) -> list[list[int]]:

@@ -15,9 +15,8 @@ from toy import parts as toy_parts
 from minirl.algos import grpo
 from minirl.backends import open_backend
 from minirl.config import GrpoRun
-from minirl.hf import model_facts
+from minirl.cost import Cost, cost_of
 from minirl.metrics import values
-from minirl.packing import Cost, cost_of
 from minirl.parallel import Axis
 from minirl.rng import key_of
 from minirl.types import Sample, Score, Trajectory
@@ -93,7 +92,7 @@ def learnt(axis: Axis, model: str, kind: str, megatron: dict[str, Any] | None = 
     policy = structs.replace(run.policy, model_name=model)
     backend, state = open_backend(policy, axis, key_of(0), with_reference=True)
     before = exported(backend, state)
-    on = replace(toy_parts(), backend=backend, cost=cost_of(model_facts(model)))
+    on = replace(toy_parts(), backend=backend, cost=cost_of(model))
     plan = grpo.plan_of(state, samples(), on, run)
     state, metrics = grpo.learn(state, samples(), plan, on, run, {})
     after = exported(backend, state)

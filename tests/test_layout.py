@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from models import policy_config
 
 from minirl.algos.layout import Plan, by_length, plan_step, put_back, slices, take
+from minirl.cost import Cost
 from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from minirl.packing import Cost, round_up
+from minirl.packing import round_up
 from minirl.parallel import SOLO, Axis
 from minirl.policy_config import (
     DTensorConfig,

@@ -84,7 +84,11 @@ def test_a_decoder_is_causal_whatever_its_config_says(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "keys"),
-    [("bert", {}), ("xlnet", {"d_head": 8}), ("gemma3_text", {"use_bidirectional_attention": True})],
+    [
+        ("bert", {}),
+        ("xlnet", {"d_head": 8}),
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+    ],
 )
 def test_a_model_that_sees_what_follows_is_refused(
     family: str, keys: dict[str, Any], tmp_path: Path

@@ -2,13 +2,14 @@
 
 import math
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirl.packing import PACKERS, Cost, balance, cost_of, pack, round_up
+from minirl.cost import Cost
+from minirl.packing import PACKERS, balance, pack, round_up
 from minirl.policy_config import PackingAlgorithm
 from minirl.rng import key_of
 
@@ -255,37 +256,3 @@ def test_thousands_of_sequences_are_dealt_within_one_percent(seed: int):
     works = [Cost(1.5e9, 8.6e4).of(n) for n in lengths]
     loads = [sum(works[i] for i in share) for share in balance(works, 8)]
     assert max(loads) / (sum(loads) / 8) <= 1.01
-
-
-# ---- work ---------------------------------------------------------------------------------------
-
-QWEN: dict[str, Any] = {  # Qwen2.5-1.5B
-    "hidden_size": 1536,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 28,
-    "intermediate_size": 8960,
-    "vocab_size": 151936,
-}
-
-
-def test_the_work_per_token_is_the_number_of_weights_that_multiply_it():
-    queries, keys, feed_forward = 1536 * 1536, 1536 * 2 * 128, 1536 * 8960
-    layer = queries + 2 * keys + queries + 3 * feed_forward
-    assert cost_of(QWEN).per_token == 28 * layer + 1536 * 151936
-    # 1.31 billion without embeddings by the model card.
-    assert 28 * layer == pytest.approx(1.31e9, rel=0.01)
-    assert cost_of(QWEN).per_pair == 28 * 1536
-
-
-def test_heads_of_their_own_size_experts_and_wrapped_configs_count():
-    wide = cost_of({**QWEN, "head_dim": 256})
-    assert wide.per_pair == 2 * cost_of(QWEN).per_pair
-    experts = cost_of({**QWEN, "num_experts_per_tok": 8, "moe_intermediate_size": 1120})
-    assert experts == cost_of(QWEN)
-    assert cost_of({"text_config": QWEN, "hidden_size": 1}) == cost_of(QWEN)
-
-
-def test_a_config_of_other_names_counts_tokens():
-    assert cost_of({"n_embd": 768, "n_layer": 12}) == Cost(1.0, 0.0)
-    assert cost_of({**QWEN, "num_attention_heads": None}) == Cost(1.0, 0.0)

@@ -14,11 +14,11 @@ import torch
 
 from minirl.backend import Backend, TrainState, after_draw
 from minirl.config import GrpoConfig
+from minirl.cost import TOKENS_ONLY, Cost
 from minirl.data import Dataset, draw
 from minirl.engine import Engine, Sampling
 from minirl.log import timed
 from minirl.metrics import Max, Metrics, Sum, mean_over, scalar
-from minirl.packing import TOKENS_ONLY, Cost
 from minirl.parallel import gather, share_of
 from minirl.rollout import rollout
 from minirl.shaping import (

@@ -17,14 +17,21 @@ from minirl.algos import grpo, loop
 from minirl.algos.collect import Parts, ScoreFn
 from minirl.algos.evaluate import Judged, accuracy, answer
 from minirl.backend import TrainState
-from minirl.backends import check_policy, decided, open_backend, open_engine
+from minirl.backends import (
+    check_policy,
+    decided,
+    open_backend,
+    open_engine,
+    with_own_config,
+)
 from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
+from minirl.cost import cost_of
 from minirl.data import Datasets, draw, load_datasets
 from minirl.engine import Sampling
 from minirl.flops import peak_flops
-from minirl.hf import check_model, end_token_ids, model_facts
+from minirl.hf import check_model, end_token_ids
 from minirl.loader import dump
 from minirl.log import (
     Log,
@@ -37,7 +44,6 @@ from minirl.log import (
     timed,
     user_errors,
 )
-from minirl.packing import cost_of
 from minirl.parallel import Axis, launched_size, world
 from minirl.rewards import Answer, RewardFn, open_rewards
 from minirl.rng import fold_in, key_of
@@ -159,7 +165,7 @@ def open_parts(
     engine = open_engine(run.policy)
     try:
         engine.load_(backend.export(state), state.updates)
-        cost = cost_of(model_facts(run.policy.model_name))
+        cost = cost_of(with_own_config(run.policy).model_name)
         peak = peak_flops(run.policy.precision, cost)
         yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling, cost, peak)
     finally:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minirl.packing import Cost, balance, pack, round_up
+from minirl.cost import Cost
+from minirl.packing import balance, pack, round_up
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig, has_fixed_rows, length_unit
 from minirl.rng import Key

@@ -27,10 +27,10 @@ from matplotlib import pyplot
 from models import save_model
 from training import ours, shown
 
+from minirl.cost import Cost, cost_of
 from minirl.flops import training_flops
-from minirl.hf import model_facts
 from minirl.log import curve
-from minirl.packing import Cost, cost_of, pack
+from minirl.packing import pack
 from minirl.parallel import Axis, world
 
 ROWS, LONGEST, CAPACITY, VOCABULARY, TURNS = 16, 512, 2048, 512, 5
@@ -112,7 +112,7 @@ def main() -> None:
             max_position_embeddings=4 * LONGEST,
         )
         cases = {name: case(folder, axis, n) for name, n in lengths.items()}
-        show(cases, cpu_seconds(cases), cost_of(model_facts(folder)))
+        show(cases, cpu_seconds(cases), cost_of(folder))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,121 @@
+"""How much work a sequence is for a model, in multiply-adds of a forward pass.
+
+A token is multiplied by the matrices of the model, which are counted on no device, without weights;
+and in every layer of attention it meets the tokens before it. Backward is twice as much, for both.
+
+Source: the counting of Narayanan et al. 2021, arXiv:2104.04473, section 5.1, made exact.
+"""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from minirl.megatron_fit import num_experts
+
+VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+"""What the number of experts that see a token is called, by family."""
+WITHOUT_PAIRS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp"}
+"""Kinds of layers whose work grows with tokens only; that of their recurrences is not counted."""
+
+
+class Cost(NamedTuple):
+    """The work of a sequence of n tokens: `per_token` n + `per_pair` n^2, and that of windows.
+
+    Half of all pairs of tokens meet, once for scores and once for values. With a window of w, and
+    w less than n, that is w (2 n - w) instead of n^2.
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+    per_near_pair: float = 0.0
+    window: int = 0
+
+    def of(self, length: int) -> float:
+        """The work of one sequence.
+
+        >>> Cost(per_token=2.0, per_pair=0.5).of(4)
+        16.0
+        >>> Cost(per_token=2.0, per_near_pair=0.5, window=1).of(4)
+        11.5
+        """
+        near = min(length, self.window)
+        return (
+            self.per_token * length
+            + self.per_pair * length * length
+            + self.per_near_pair * near * (2 * length - near)
+        )
+
+
+TOKENS_ONLY = Cost()
+"""For a model of a kind that is not known here."""
+
+
+def cost_of(model_name: str) -> Cost:
+    """The work of a Hugging Face model; `TOKENS_ONLY` where layers or experts are of strange kinds.
+
+    Of a mixture's experts those count that see a token.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    configs: Any = AutoConfig
+    models: Any = AutoModelForCausalLM
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    config = configs.from_pretrained(model_name, trust_remote_code=False).get_text_config()
+    pairs = _pairs(config)
+    if type(config) not in known or pairs is None:
+        return TOKENS_ONLY
+    with torch.device("meta"):
+        model = models.from_config(config, trust_remote_code=False)
+    number, visited = num_experts(config.to_dict()), _first(config, VISITED)
+    per_token, mixtures = 0.0, 0
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue  # looked up
+        for name, p in module.named_parameters(recurse=False):
+            if p.ndim == 1 or name.endswith("bias"):
+                continue  # added, or a factor
+            if p.ndim == 2 or isinstance(module, nn.Conv1d):
+                per_token += p.numel()
+            elif p.shape[0] == number:
+                per_token += p.numel() * visited / number
+                mixtures += 1
+            else:
+                return TOKENS_ONLY
+    if number and not (visited and mixtures):
+        return TOKENS_ONLY
+    return Cost(per_token, *pairs)
+
+
+def _pairs(config: object) -> tuple[float, float, int] | None:
+    """Per pair, per near pair, and the window; None if a kind of layer is not known."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0.0, 0.0, 0
+    if not isinstance(heads, int):
+        return None
+    windows = getattr(config, "use_sliding_window", True)
+    window = int((windows and getattr(config, "sliding_window", None)) or 0)
+    names = ("layer_types", "layers_block_type", "block_types")
+    kinds: list[str] | None = next((x for n in names if (x := getattr(config, n, None))), None)
+    if kinds is None:
+        kind = "sliding_attention" if window else "attention"
+        kinds = [kind] * _first(config, ("num_hidden_layers",))
+    layers = Counter(kind for kind in kinds if kind not in WITHOUT_PAIRS)
+    full = layers.pop("full_attention", 0) + layers.pop("attention", 0)
+    near = layers.pop("sliding_attention", 0)
+    if layers or (near and not window):
+        return None
+    if _first(config, ("kv_lora_rank",)):
+        latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        both = sum(_first(config, (name,)) for name in latent)
+    else:
+        both = 2 * (_first(config, ("head_dim",)) or _first(config, ("hidden_size",)) // heads)
+    width = heads * both / 2  # of a key and a value
+    return full * width, near * width, window
+
+
+def _first(config: object, names: tuple[str, ...]) -> int:
+    return next((int(x) for n in names if (x := getattr(config, n, None))), 0)
