@@ -7,11 +7,11 @@ Source: the counting of Narayanan et al. 2021, arXiv:2104.04473, section 5.1, ma
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
+from minirl.hf import HfConfig, causal_class, read_config, skeleton
 from minirl.megatron_fit import num_experts
 
 VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
@@ -57,21 +57,13 @@ def cost_of(model_name: str) -> Cost:
 
     Of a mixture's experts those count that see a token.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    configs: Any = AutoConfig
-    models: Any = AutoModelForCausalLM
-    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    config = configs.from_pretrained(model_name, trust_remote_code=False).get_text_config()
+    config = read_config(model_name).get_text_config()
     pairs = _pairs(config)
-    if type(config) not in known or pairs is None:
+    if causal_class(config) is None or pairs is None:
         return TOKENS_ONLY
-    with torch.device("meta"):
-        model = models.from_config(config, trust_remote_code=False)
     number, visited = num_experts(config.to_dict()), _first(config, VISITED)
     per_token, mixtures = 0.0, 0
-    for module in model.modules():
+    for module in skeleton(config).modules():
         if isinstance(module, nn.Embedding):
             continue  # looked up
         for name, p in module.named_parameters(recurse=False):
@@ -89,7 +81,7 @@ def cost_of(model_name: str) -> Cost:
     return Cost(per_token, *pairs)
 
 
-def _pairs(config: object) -> tuple[float, float, int] | None:
+def _pairs(config: HfConfig) -> tuple[float, float, int] | None:
     """Per pair, per near pair, and the window; None if a kind of layer is not known."""
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -117,5 +109,5 @@ def _pairs(config: object) -> tuple[float, float, int] | None:
     return full * width, near * width, window
 
 
-def _first(config: object, names: tuple[str, ...]) -> int:
+def _first(config: HfConfig, names: tuple[str, ...]) -> int:
     return next((int(x) for n in names if (x := getattr(config, n, None))), 0)

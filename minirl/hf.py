@@ -7,10 +7,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 MEGATRON = ("run_config.yaml", "iter_0000000", "latest_checkpointed_iteration.txt")
 """What shows that a folder holds a checkpoint of Megatron's."""
+HfConfig: TypeAlias = Any
+HfModel: TypeAlias = Any
+"""transformers' own types are partial."""
 
 
 def check_model(name: str, key: str = "policy.model_name") -> None:
@@ -63,10 +66,8 @@ def _check_folder(folder: Path, key: str) -> None:
 
 
 def _check_hub(name: str, key: str) -> None:
-    from transformers import AutoConfig
-
     try:
-        AutoConfig.from_pretrained(name, trust_remote_code=False)
+        read_config(name)
     except (OSError, ValueError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(
@@ -80,10 +81,34 @@ def model_facts(name: str) -> dict[str, Any]:
     folder = Path(name)
     if folder.is_dir():
         return dict(json.loads((folder / "config.json").read_text()))
+    return dict(read_config(name).to_dict())
+
+
+def read_config(name: str) -> HfConfig:
+    """The model's Hugging Face config as an object; no code of the model's own is run."""
     from transformers import AutoConfig
 
-    found = cast(Any, AutoConfig.from_pretrained(name, trust_remote_code=False))
-    return dict(found.to_dict())
+    return cast(Any, AutoConfig).from_pretrained(name, trust_remote_code=False)
+
+
+def causal_class(config: HfConfig) -> HfModel | None:
+    """transformers' class of causal language models with such a config; None if it has none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING).get(type(config), None)
+
+
+def skeleton(config: HfConfig) -> HfModel:
+    """The model's modules with parameters on no device: names and shapes at no cost.
+
+    Raises:
+        ValueError: transformers has no causal language model with such a config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return cast(Any, AutoModelForCausalLM).from_config(config, trust_remote_code=False)
 
 
 def with_overrides(name: str, overrides: Mapping[str, Any], root: Path) -> str:
@@ -178,11 +203,11 @@ def weight_files(name: str) -> list[list[str | int]]:
 
 def end_token_ids(name: str) -> int | list[int] | None:
     """`eos_token_id` of the model's generation config, else of its config; it may list several."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     ends: Any
     try:
         ends = cast(Any, GenerationConfig.from_pretrained(name)).eos_token_id
     except OSError:
-        ends = cast(Any, AutoConfig.from_pretrained(name, trust_remote_code=False)).eos_token_id
+        ends = read_config(name).eos_token_id
     return cast("int | list[int] | None", ends)

@@ -11,6 +11,7 @@ import torch
 
 from minirl.backends import dtensor_lora, experts, plans
 from minirl.dtensor_config import DTensorConfig
+from minirl.hf import causal_class, read_config, skeleton
 from minirl.megatron_fit import num_experts, text_facts
 
 ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}
@@ -55,8 +56,6 @@ def check_modules(keys: DTensorConfig, name: str) -> None:
     Raises:
         ValueError: names the key and what there is.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     lora, tensor, experts_cut = (
         keys.lora_cfg.enabled,
         keys.tensor_parallel_size > 1,
@@ -64,11 +63,7 @@ def check_modules(keys: DTensorConfig, name: str) -> None:
     )
     if not (lora or tensor or experts_cut):
         return
-    configs: Any = AutoConfig
-    models: Any = AutoModelForCausalLM
-    config = configs.from_pretrained(name, trust_remote_code=False)
-    with torch.device("meta"):
-        model = models.from_config(config, trust_remote_code=False)
+    model = skeleton(read_config(name))
     if tensor:
         plan_for(model, keys)
     if experts_cut:
@@ -86,18 +81,13 @@ def check_documents(name: str) -> None:
     Raises:
         ValueError: names the model's class and layers.
     """
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    untyped: Any = AutoConfig
-    config = untyped.from_pretrained(name, trust_remote_code=False)
+    config = read_config(name)
     facts: dict[str, list[str]] = config.get_text_config().to_dict()
     kinds: set[str] = set()
     for name_of_list in ("layer_types", "layers_block_type", "block_types"):
         kinds.update(facts.get(name_of_list) or ())
     strange = sorted(kinds - ATTENTION_LAYERS)
-    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    model = mapping.get(type(config), None)
+    model = causal_class(config)
     if strange or model is None or not model._supports_attention_backend:
         layers = f"layers of the kinds {strange}" if strange else "an attention of its own, or none"
         raise ValueError(

@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from minirl.hf import read_config, skeleton
+
 TYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool},
@@ -88,12 +90,9 @@ def as_in_checkpoint(
     Weights that have those names already stay as they are. A tied weight is there twice where the
     checkpoint has it twice, and once where it has it once. No two share memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = cast(Any, AutoConfig.from_pretrained(model_name, trust_remote_code=False))
-    with torch.device("meta"):
-        model = cast(Any, AutoModelForCausalLM).from_config(config)
+    model = skeleton(read_config(model_name))
     if not weights.keys() <= set(names):
         weights = cast("dict[str, Tensor]", revert_weight_conversion(model, weights))
     twins = cast("dict[str, str]", model.all_tied_weights_keys)

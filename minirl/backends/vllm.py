@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
+from minirl.hf import read_config
 from minirl.parallel import launched_size
 from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
@@ -198,11 +199,9 @@ def _inspect_here(model_path: str) -> None:
     Otherwise vLLM's first start with an architecture imports everything once more, in a child
     process, to look at the class: 20 s and more on a CPU.
     """
-    from transformers import AutoConfig
     from vllm import ModelRegistry
 
-    config = cast("Any", AutoConfig).from_pretrained(model_path)
-    for name in cast("list[str]", config.architectures or []):
+    for name in cast("list[str]", read_config(model_path).architectures or []):
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
