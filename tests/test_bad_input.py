@@ -101,6 +101,20 @@ def test_a_tokenizer_without_chat_template(refusal: Callable[..., str], tmp_path
     assert "no chat template" in refusal(f"policy.tokenizer.name={folder}")
 
 
+def test_a_tokenizer_of_a_larger_model(refusal: Callable[..., str], tmp_path: Path, model: Path):
+    folder = tmp_path / "larger"
+    folder.mkdir()
+    tiny.save_tokenizer(folder)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    file = folder / "tokenizer.json"
+    vocabulary = json.loads(file.read_text())
+    vocabulary["model"]["vocab"]["+"] = size
+    file.write_text(json.dumps(vocabulary))
+    assert f"has the token {size}, but the model's vocabulary is {size}" in refusal(
+        f"policy.tokenizer.name={folder}"
+    )
+
+
 def test_a_dataset_without_the_named_column(refusal: Callable[..., str]):
     message = refusal("data.train.input_key=question")
     assert "'question'" in message

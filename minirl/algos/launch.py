@@ -31,7 +31,7 @@ from minirl.cost import cost_of
 from minirl.data import Datasets, draw, load_datasets
 from minirl.engine import Sampling
 from minirl.flops import peak_flops
-from minirl.hf import check_model, end_token_ids
+from minirl.hf import check_model, end_token_ids, read_config
 from minirl.loader import dump
 from minirl.log import (
     Log,
@@ -70,6 +70,7 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
     tokenizer = load_tokenizer(run.policy.tokenizer)
     kwargs = run.policy.tokenizer.chat_template_kwargs
     data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
+    _check_vocabulary(data, run)
     if num_steps(run, data) == 0:
         raise ValueError(
             f"{len(data.train.prompts)} training prompts x grpo.max_num_epochs "
@@ -85,6 +86,20 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
         stop_strings=tuple(generation.stop_strings or ()),
     )
     return Inputs(tokenizer, data, sampling)
+
+
+def _check_vocabulary(data: Datasets, run: GrpoRun) -> None:
+    """Refuses a tokenizer whose tokens the model has no embedding for."""
+    config = read_config(with_own_config(run.policy).model_name)
+    size = config.get_text_config().vocab_size
+    for name, side in (("training", data.train), ("validation", data.validation)):
+        for prompt in side.prompts if side else ():
+            if max(prompt.tokens) >= size:
+                raise ValueError(
+                    f"policy.tokenizer.name: {name} prompt {prompt.id} has the token "
+                    f"{max(prompt.tokens)}, but the model's vocabulary is {size}; use the model's "
+                    f"own tokenizer ({run.policy.model_name})"
+                )
 
 
 def run_grpo(run: GrpoRun) -> None:

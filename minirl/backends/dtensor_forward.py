@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from minirl.backend import TokenHead, TokenOutput
 from minirl.backends import output_layer
 from minirl.backends.dtensor_setup import Meshes, Model, needs_own_attention
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
-from minirl.backends.row_layout import document_lengths, to_model, to_rows
+from minirl.backends.row_layout import document_lengths, to_model, to_output
 from minirl.backends.vocab_parallel import Shard, check_temperature, vocab_logprobs
 from minirl.policy_config import PolicyConfig
 from minirl.types import Rows
@@ -80,13 +79,9 @@ def view(on: Forward, rows: Rows, head: TokenHead) -> TokenOutput:
             **documents,
         ).logits
     if on.fused:
-        logprobs, entropy = found.unbind(-1)
+        values = found.unbind(-1)
     else:
-        logprobs, entropy = vocab_logprobs(
+        values = vocab_logprobs(
             found, following, on.vocabulary, head.temperature, with_entropy=head.entropy
         )
-    batch, length = rows.tokens.shape
-    whole = partial(
-        to_rows, place=inputs.place.to(device), shape=(batch, length - 1), group=on.meshes.context
-    )
-    return TokenOutput(whole(logprobs), whole(entropy) if head.entropy else None)
+    return to_output(values, inputs.place, rows, on.meshes.context, entropy=head.entropy)

@@ -25,7 +25,7 @@ from minirl.backends.row_layout import (
     layout_of,
     size_of,
     to_model,
-    to_rows,
+    to_output,
 )
 from minirl.backends.states import attached
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
@@ -177,15 +177,10 @@ def _forward_step(
     )
 
     def last_stage(output: Tensor, non_loss_data: bool = False) -> Any:
-        logprobs, entropy = (
-            output.unbind() if stage.fused else _from_logits(stage, inputs, work.head, output)
-        )
-        batch, length = work.rows.tokens.shape
-        place = inputs.place.to(output.device)
-        whole = partial(to_rows, place=place, shape=(batch, length - 1), group=stage.context)
-        return finish(
-            work, TokenOutput(whole(logprobs), whole(entropy) if work.head.entropy else None)
-        )
+        head = work.head
+        values = output.unbind() if stage.fused else _from_logits(stage, inputs, head, output)
+        view = to_output(values, inputs.place, work.rows, stage.context, entropy=head.entropy)
+        return finish(work, view)
 
     return output, last_stage
 

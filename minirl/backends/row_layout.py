@@ -11,6 +11,7 @@ successor. Losses see whole rows again, on every rank.
 Source: Core's zigzag layout, `megatron.core.utils.get_batch_on_this_cp_rank`.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from minirl.backend import TokenOutput
 from minirl.types import Rows, TokenLogProbs
 
 Local = Int[Tensor, "model_batch local"]
@@ -139,6 +141,20 @@ def to_rows(
     if group is not None:
         rows = cast(Any, _SumOnce).apply(rows, group)
     return rows.view(shape)
+
+
+def to_output(
+    found: Sequence[Tensor],
+    place: Local,
+    rows: Rows,
+    group: dist.ProcessGroup | None,
+    *,
+    entropy: bool,
+) -> TokenOutput:
+    """`to_rows` of log-probs and, if asked for, entropies. Collective over the group."""
+    place, (batch, length) = place.to(found[0].device), rows.tokens.shape
+    whole = [to_rows(x, place, (batch, length - 1), group) for x in found[: 1 + entropy]]
+    return TokenOutput(whole[0], whole[1] if entropy else None)
 
 
 class _SumOnce(torch.autograd.Function):
