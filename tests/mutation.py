@@ -2,6 +2,8 @@
 
     python tests/mutation.py [module ...]      (default: all of MODULES; run it from the root)
 
+Of a module that is not among them (`packing`, `backends/row_layout`) only its own tests are run.
+
 A fault is an edit of one syntax node: an operator flipped, a comparison moved, a minus, a `~` or a
 `.detach()` dropped, a bound swapped, a constant changed. It is applied to a copy of the package;
 the working tree is not touched. Each fault runs in a forked process that has already imported
@@ -228,8 +230,8 @@ def run_tests(folder: Path, module: str) -> int:
 
     os.chdir(folder)
     sys.path[:0] = [str(folder), str(folder / "tests")]
-    own = [name for name in TESTS if name == module]
-    names = own + [name for name in TESTS if name not in own]
+    own = Path(module).name
+    names = [own, *(name for name in TESTS if name != own)] if module in MODULES else [own]
     files = [f"tests/test_{name}.py" for name in names]
     return int(
         pytest.main(
@@ -272,9 +274,9 @@ def main() -> None:
         for part in ("minirl", "tests", "pyproject.toml"):
             copy_of = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copy_of(ROOT / part, folder / part)
-        if not passes(folder, MODULES[0]):
-            raise SystemExit("the tests fail without a fault: run pytest first")
         for module in sys.argv[1:] or MODULES:
+            if not passes(folder, module):
+                raise SystemExit(f"{module}: the tests fail without a fault: run pytest first")
             found = list(mutants(folder, module))
             alive = [mutant for mutant in found if not notices(folder, mutant)]
             total, survivors = total + len(found), survivors + alive

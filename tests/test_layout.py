@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import policy_config
 
-from minirl.algos.layout import Plan, by_length, plan_step, put_back, slices, take
+from minirl.algos.layout import Plan, by_length, plan_step, put_back, slices, take, take_rows
 from minirl.cost import Cost
 from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
 from minirl.packing import round_up
@@ -24,6 +24,8 @@ from minirl.rng import key_of
 from minirl.types import Batch, Rows
 
 LONGEST, COST, KEY = 24, Cost(1.0, 0.1), key_of(5)
+LOGPROB = 3
+"""A pass for log-probs takes this many times the rows of a training pass."""
 
 
 def policy(kind: str, batch: int, *, micro: int = 2, **fields: Any) -> PolicyConfig:
@@ -32,7 +34,7 @@ def policy(kind: str, batch: int, *, micro: int = 2, **fields: Any) -> PolicyCon
         "max_total_sequence_length": LONGEST,
         "train_global_batch_size": batch,
         "train_micro_batch_size": micro,
-        "logprob_batch_size": micro,
+        "logprob_batch_size": LOGPROB * micro,
     }
     if kind == "packing":
         changes |= {
@@ -110,7 +112,8 @@ def test_no_micro_batch_holds_more_tokens_than_allowed(
 ):
     # 24 is a multiple of 4 (context parallelism) and of 3 (rounding) already.
     given = {} if more is None else {f"{stage}_mb_tokens": LONGEST + more}
-    allowed = LONGEST * case.micro if more is None else LONGEST + more
+    rows = case.micro if stage == "train" else LOGPROB * case.micro
+    allowed = LONGEST * rows if more is None else LONGEST + more
     cfg = policy(kind, case.batch, micro=case.micro, **given)
     multiple = 4 if kind == "packing" else 3
     for p in plans(case.lengths, cfg, case.ranks):
@@ -126,8 +129,20 @@ def test_fixed_micro_batches_have_their_size_and_ranks_contiguous_rows(case: Cas
     for r, p in enumerate(plans(case.lengths, cfg, case.ranks)):
         starts = range(r * each, len(case.lengths), case.batch)
         assert p.rows == [row for start in starts for row in range(start, start + each)]
-        parts = [*p.logprobs, *(part for update in p.updates for part in update)]
-        assert {len(part) for part in parts} == {case.micro}
+        assert {len(part) for update in p.updates for part in update} == {case.micro}
+        *full, last = map(len, p.logprobs)
+        assert all(size == LOGPROB * case.micro for size in full)
+        assert 0 < last <= LOGPROB * case.micro
+
+
+@pytest.mark.parametrize("kind", ["packing", "dynamic"])
+@given(case=cases())
+def test_micro_batches_come_longest_rows_first(kind: str, case: Case):
+    for p in plans(case.lengths, policy(kind, case.batch), case.ranks):
+        assert p.width == (1 if kind == "packing" else 3)
+        for parts in (*p.updates, p.logprobs):
+            longest = [max((case.lengths[p.rows[i]] for i in part), default=0) for part in parts]
+            assert longest == sorted(longest, reverse=True)
 
 
 @pytest.mark.parametrize("kind", ["packing", "dynamic"])
@@ -247,6 +262,15 @@ def test_taking_keeps_every_real_token_and_no_useless_column(
             assert not found[:, real:].any()
         else:
             assert found.tolist() == whole[part].tolist(), name
+
+
+@given(lengths=rows_of_some)
+def test_rows_are_not_widened_unless_asked(lengths: list[int]):
+    batch = batch_of(lengths, with_reference=True)
+    part = range(len(lengths))
+    assert take_rows(batch.rows, part).tokens.shape[1] == max(2, *lengths)
+    assert take(batch, part).rows.tokens.shape[1] == max(2, *lengths)
+    assert take(batch, part).advantages.shape[1] == max(2, *lengths) - 1
 
 
 @given(lengths=rows_of_some, width=st.integers(1, 4))

@@ -246,6 +246,10 @@ def test_the_largest_load_is_at_most_four_thirds_of_a_perfect_deal(groups):
     assert max(loads) <= best * (4 / 3 - 1 / (3 * num)) + 1e-9
 
 
+def test_items_of_no_work_are_dealt_by_number():
+    assert balance([0.0] * 4, 2) == [[0, 2], [1, 3]]
+
+
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1000))
 def test_thousands_of_sequences_are_dealt_within_one_percent(seed: int):

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from minirl.backends.row_layout import Layout, layout_of, size_of, to_model, to_rows
+from minirl.backends.row_layout import (
+    Layout,
+    document_lengths,
+    layout_of,
+    size_of,
+    to_model,
+    to_output,
+    to_rows,
+)
 from minirl.parallel import Axis
 from minirl.types import Rows
 
@@ -48,9 +56,39 @@ def test_all_ranks_together_see_every_next_token_once(
         size = (height if packed else height + extra, width + extra * layout.unit)
         found = to_model(rows, layout, size)
         assert found.tokens.shape == (size[0], size[1] // cp)
-        assert found.tokens.shape[1] % (tp if tp > 1 else 1) == 0
+        assert found.tokens.shape[1] % tp == 0
+        assert found.tokens[found.place < 0].count_nonzero() <= len(lengths), "last tokens only"
+        assert not found.following[found.place < 0].any()
         total += to_rows(found.following.float(), found.place, tuple(total.shape), None)
     assert total.tolist() == following(rows).float().tolist()
+
+
+@given(lengths=lengths, cp=st.sampled_from([1, 2, 3]), tp=st.sampled_from([1, 2]))
+def test_rows_are_filled_up_no_further_than_cutting_asks(
+    lengths: list[int], cp: int, tp: int
+) -> None:
+    rows, unit = rows_of(lengths), tp * (2 * cp if cp > 1 else 1)
+    packed = layout_of(tp, cp, 0, packed=True, sequence_parallel=tp > 1)
+    assert size_of(rows, packed) == (1, sum(-(-n // unit) * unit for n in lengths))
+    assert document_lengths(to_model(rows, packed), packed) == [
+        -(-n // unit) * unit for n in lengths
+    ]
+    padded = packed._replace(packed=False)
+    width = -(-rows.tokens.shape[1] // unit) * unit
+    assert size_of(rows, padded) == (len(lengths), width)
+    assert document_lengths(to_model(rows, padded), padded) == [width]
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probs_and_entropies_come_back_as_whole_rows(entropy: bool) -> None:
+    rows = rows_of([2, 3])
+    cut = to_model(rows, Layout(packed=True, unit=1))
+    values = torch.arange(1.0, 6.0)[None]
+    view = to_output((values, -values), cut.place, rows, None, entropy=entropy)
+    assert view.logprobs.tolist() == [[1, 0], [3, 4]]
+    assert (view.entropy is None) is not entropy
+    if view.entropy is not None:
+        assert view.entropy.tolist() == [[-1, 0], [-3, -4]]
 
 
 @given(lengths=lengths, cp=st.sampled_from([1, 2]), packed=st.booleans())

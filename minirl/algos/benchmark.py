@@ -13,6 +13,7 @@ NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput" (NVIDIA
 
 import json
 import math
+import platform
 import re
 import subprocess
 import sys
@@ -162,8 +163,8 @@ def command_of(run: Run, program: Path, torchrun: Sequence[str]) -> list[str]:
 
 
 def stderr_path(run: Run) -> Path:
-    """Where a run's warnings and errors go; what else it shows is shown."""
-    return run.folder / "stderr.txt"
+    """Where a run's warnings and errors on this machine go; what else it shows is shown."""
+    return run.folder / f"stderr-{platform.node()}.txt"
 
 
 def start(run: Run, command: Sequence[str]) -> int:
