@@ -88,8 +88,7 @@ def _pairs(config: HfConfig) -> tuple[float, float, int] | None:
         return 0.0, 0.0, 0
     if not isinstance(heads, int):
         return None
-    windows = getattr(config, "use_sliding_window", True)
-    window = int((windows and getattr(config, "sliding_window", None)) or 0)
+    window = _first(config, ("sliding_window",))
     names = ("layer_types", "layers_block_type", "block_types")
     kinds: list[str] | None = next((x for n in names if (x := getattr(config, n, None))), None)
     if kinds is None:

@@ -31,7 +31,7 @@ SHARED_EXPERTS = {
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
+    "llama": {"head_dim": 12},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {
         **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
@@ -106,10 +106,14 @@ def test_a_window_counts_the_pairs_inside_it(length: int, window: int) -> None:
 def test_the_published_size_without_embeddings_is_found(tmp_path: Path) -> None:
     sizes = {"hidden_size": 1536, "num_attention_heads": 12, "num_hidden_layers": 28}
     sizes |= {"intermediate_size": 8960, "vocab_size": 151936, "head_dim": 128}
-    cost = cost_of(folder_of(tmp_path, "qwen2", **sizes)[0])
+    folder, _ = folder_of(tmp_path, "qwen2", **sizes)
+    cost = cost_of(folder)
+    layer = 1536 * (1536 + 2 * 2 * 128 + 1536 + 3 * 8960)
+    assert cost == (28 * layer + 1536 * 151936, 28 * 1536, 0.0, 0)
     # 1.31 billion by the card of Qwen2.5-1.5B.
-    assert cost.per_token - 1536 * 151936 == pytest.approx(1.31e9, rel=0.01)
-    assert cost[1:] == (28 * 1536, 0.0, 0)
+    assert 28 * layer == pytest.approx(1.31e9, rel=0.01)
+    unused = {"sliding_window": 4096, "use_sliding_window": False}
+    assert cost_of(folder_of(tmp_path, "qwen2", **sizes, **unused)[0]) == cost
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,8 @@ def test_the_published_size_without_embeddings_is_found(tmp_path: Path) -> None:
     [
         ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 80}),  # chunks
         ("falcon_h1", {}),  # both kinds in one layer
+        ("doge", {"is_moe": True, "num_experts": 16}),  # experts that are looked up
+        ("deepseek_v2", {**LATENT, "n_routed_experts": 4}),  # seen by nobody knows how many
         ("xlnet", {"d_head": 8, "d_model": 32, "n_head": 4}),  # matrices of three dimensions
     ],
 )
@@ -132,3 +138,6 @@ def test_recurrent_layers_have_no_pairs(tmp_path: Path) -> None:
     cost = cost_of(folder_of(tmp_path, "qwen3_next", layer_types=kinds, **experts)[0])
     assert cost.per_pair == 4 * 8
     assert cost.per_token > 1
+    found = cost_of(folder_of(tmp_path, "mamba", intermediate_size=64)[0])
+    assert found.per_token > 1
+    assert found[1:] == (0.0, 0.0, 0)

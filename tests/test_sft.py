@@ -15,8 +15,17 @@ from minirl.algos import sft
 from minirl.algos.sft import Demonstration, collate
 from minirl.backend import TokenHead
 from minirl.backends import dtensor
+from minirl.cost import Cost, cost_of
 from minirl.metrics import values
 from minirl.parallel import Axis
+from minirl.policy_config import (
+    DynamicBatchingConfig,
+    GenerationConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    VllmConfig,
+)
 from minirl.rng import key_of
 
 PAD = 1
@@ -63,6 +72,77 @@ def test_any_split_over_micro_batches_and_ranks_gives_one_update(solo: Axis, mod
         assert distance(other[0], weights) < 3e-6
         assert other[1] == pytest.approx(metrics, rel=1e-5)
         assert other[2] == counts
+
+
+DESCENT = {"optimizer": OptimizerConfig("torch.optim.SGD", {"lr": 0.01}), "max_grad_norm": None}
+KINDS: dict[str, dict[str, Any]] = {
+    "fixed": {},
+    "packed": {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=8)},
+    "padded": {
+        "dynamic_batching": DynamicBatchingConfig(
+            enabled=True, train_mb_tokens=16, sequence_length_round=8
+        )
+    },
+}
+
+
+def small(name: str, kind: str) -> PolicyConfig:
+    sizes = {"train_global_batch_size": 4, "train_micro_batch_size": 2, "logprob_batch_size": 2}
+    generation = GenerationConfig(
+        max_new_tokens=4, vllm_cfg=VllmConfig(precision="float32", max_model_len=8)
+    )
+    fields = {"max_total_sequence_length": 8, "generation": generation, **sizes}
+    return policy_config(name, **{**fields, **DESCENT, **KINDS[kind]})
+
+
+def learn_as(axis: Axis, name: str, kind: str) -> Any:
+    cfg = small(name, kind)
+    cost = cost_of(name)
+    backend, state = dtensor.open_backend(cfg, axis, key_of(0))
+    metrics = None
+    for update in sft.cut(UNEVEN, PAD, cfg, axis, cost, key_of(0)):
+        state, metrics = sft.step(state, update, backend)
+    assert metrics is not None
+    return exported(backend, state), values(metrics), (state.step, state.updates)
+
+
+UNEVEN = [*SHOWN, Demonstration((5, 6), (7, 8, 9, 1)), *SHOWN[::-1], Demonstration((3,), (4,))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_padded_and_shared_demonstrations_give_the_same_updates(
+    kind: str, solo: Axis, model: str
+):
+    backend, state = dtensor.open_backend(policy_config(model, **DESCENT), solo, key_of(0))
+    metrics = None
+    for part in (UNEVEN[:4], UNEVEN[4:]):
+        state, metrics = sft.step(state, [collate(part, PAD)], backend)
+    assert metrics is not None
+    for other in run_ranks(2, learn_as, model, kind):
+        assert distance(other[0], exported(backend, state)) < 3e-6
+        assert other[1] == pytest.approx(values(metrics), rel=1e-5)
+        assert other[2] == (2, 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_every_demonstration_is_shown_once(kind: str, ranks: int, model: str):
+    cfg, axes = small(model, kind), [Axis(r, ranks, None) for r in range(ranks)]
+    parts = [p for a in axes for u in sft.cut(UNEVEN, PAD, cfg, a, Cost(), key_of(0)) for p in u]
+    answers = [
+        tuple(row[1:][trained].tolist())
+        for part in parts
+        for row, trained in zip(part.rows.tokens, part.token_mask, strict=True)
+        if trained.any()
+    ]
+    assert sorted(answers) == sorted(d.answer for d in UNEVEN)
+
+
+def test_of_nothing_a_row_is_shown_that_trains_nothing():
+    rows, mask = collate([], PAD, width=4)
+    assert rows.tokens.shape == (1, 4)
+    assert rows.lengths.tolist() == [1]
+    assert not mask.any()
 
 
 def test_the_loss_is_the_mean_over_the_answers_tokens(solo: Axis, model: str):

@@ -9,10 +9,15 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from minirl.algos.layout import plan_step
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
+from minirl.cost import Cost
 from minirl.losses_supervised import nll_loss
 from minirl.metrics import Metrics
-from minirl.parallel import reduce_metrics, sum_over
+from minirl.packing import round_up
+from minirl.parallel import Axis, reduce_metrics, sum_over
+from minirl.policy_config import PolicyConfig
+from minirl.rng import Key
 from minirl.types import Rows, Scalar, TokenMask
 
 M = TypeVar("M")
@@ -33,8 +38,10 @@ class Shown(NamedTuple):
     """True on positions that predict a token of an answer."""
 
 
-def collate(demonstrations: Sequence[Demonstration], pad_id: int) -> Shown:
+def collate(demonstrations: Sequence[Demonstration], pad_id: int, width: int = 1) -> Shown:
     """Right-padded rows, and the positions that predict an answer's token.
+
+    Rows are padded to a multiple of `width`. Of no demonstrations: a row that trains nothing.
 
     >>> rows, mask = collate([Demonstration((5, 6), (7, 8)), Demonstration((5,), (9,))], 0)
     >>> rows.tokens.tolist(), rows.lengths.tolist()
@@ -42,13 +49,41 @@ def collate(demonstrations: Sequence[Demonstration], pad_id: int) -> Shown:
     >>> mask.int().tolist()
     [[0, 1, 1], [1, 0, 0]]
     """
-    lengths = torch.tensor([len(d.prompt) + len(d.answer) for d in demonstrations])
-    tokens = torch.full((len(demonstrations), int(lengths.max())), pad_id)
+    lengths = torch.tensor([length_of(d) for d in demonstrations] or [1])
+    tokens = torch.full((len(lengths), round_up(max(2, int(lengths.max())), width)), pad_id)
     mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool)
     for row, d in enumerate(demonstrations):
         tokens[row, : lengths[row]] = torch.tensor(d.prompt + d.answer)
         mask[row, len(d.prompt) - 1 : int(lengths[row]) - 1] = True
     return Shown(Rows(tokens, lengths), mask)
+
+
+def length_of(demonstration: Demonstration) -> int:
+    """Tokens of prompt and answer."""
+    return len(demonstration.prompt) + len(demonstration.answer)
+
+
+def cut(
+    demonstrations: Sequence[Demonstration],
+    pad_id: int,
+    policy: PolicyConfig,
+    axis: Axis,
+    cost: Cost,
+    key: Key,
+) -> list[list[Shown]]:
+    """This rank's micro-batches of every update, as `policy` packs, pads and shares them.
+
+    An update takes `policy.train_global_batch_size` demonstrations.
+
+    Raises:
+        ValueError: they do not divide into updates, or into ranks; or one does not fit.
+    """
+    plan = plan_step([length_of(d) for d in demonstrations], policy, axis, cost, key)
+    own = [demonstrations[row] for row in plan.rows]
+    return [
+        [collate([own[i] for i in part], pad_id, plan.width) for part in update]
+        for update in plan.updates
+    ]
 
 
 def step(
