@@ -63,8 +63,8 @@ def folder_of(path: Path, family: str, **keys: Any) -> tuple[str, Any]:
 
     untyped: Any = AutoConfig
     fields = SIZES | keys
-    if family == "falcon":
-        del fields["head_dim"]  # it follows there
+    for absent in {"falcon": ["head_dim"], "mamba": ["num_attention_heads"]}.get(family, []):
+        del fields[absent]
     config = untyped.for_model(family, **fields)
     config.save_pretrained(path)
     return str(path), config
