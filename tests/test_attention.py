@@ -3,12 +3,13 @@
 import inspect
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import run_ranks
 from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,6 +18,7 @@ from minirl.backends import attention
 from minirl.backends.attention import causal_attention
 from minirl.backends.dtensor_fit import check_documents
 from minirl.backends.dtensor_setup import ATTENTION, document_attention
+from minirl.parallel import Axis
 
 REAL = inspect.signature(varlen.varlen_attn)
 
@@ -46,6 +48,77 @@ def test_each_sequence_is_attended_to_alone(seed: int, lengths: list[int], scale
     q, k, v = draw(seed, sum(lengths))
     found = causal_attention(q, k, v, lengths, None, scale)
     torch.testing.assert_close(found, each_alone(q, k, v, lengths, scale))
+
+
+def held_by(rank: int, num: int, lengths: list[int]) -> list[int]:
+    """The tokens of a rank: of each sequence the chunks `rank` and 2 num - 1 - `rank`."""
+    tokens, at = list[int](), 0
+    for length in lengths:
+        chunks = torch.arange(at, at + length).chunk(2 * num)
+        tokens += torch.cat([chunks[rank], chunks[2 * num - 1 - rank]]).tolist()
+        at += length
+    return tokens
+
+
+def attend_cut(
+    axis: Axis, whole: tuple[Tensor, ...], lengths: list[int], scale: float | None
+) -> tuple[list[int], Tensor, list[Tensor]]:
+    """A rank's tokens, their attention, and the gradients of what it holds."""
+    tokens = held_by(axis.rank, axis.size, lengths)
+    own = [x[tokens].requires_grad_() for x in whole[:3]]
+    found = causal_attention(own[0], own[1], own[2], lengths, axis.group, scale)
+    gradients = torch.autograd.grad(found, own, whole[3][tokens])
+    return tokens, found.detach(), list(gradients)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lengths", "scale"), [(2, [8, 4, 16], 0.3), (3, [12], None), (3, [6, 18], 1.0)]
+)
+def test_ranks_attend_to_their_parts_of_sequences_as_one_does(
+    ranks: int, lengths: list[int], scale: float | None
+):
+    q, k, v = (x.requires_grad_() for x in draw(ranks, sum(lengths)))
+    alone = each_alone(q, k, v, lengths, scale)
+    pull = torch.randn(alone.shape, generator=torch.Generator().manual_seed(9)).double()
+    expected = torch.autograd.grad(alone, (q, k, v), pull)
+    whole = tuple(x.detach() for x in (q, k, v, pull))
+    seen: list[int] = []
+    for tokens, found, gradients in run_ranks(ranks, attend_cut, whole, lengths, scale):
+        torch.testing.assert_close(found, alone.detach()[tokens])
+        for mine, those in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(mine, those[tokens])
+        seen += tokens
+    assert sorted(seen) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize(
+    ("width", "values", "dtype", "capability", "expected"),
+    [
+        (64, 64, torch.bfloat16, (8, 0), True),
+        (256, 256, torch.float16, (9, 0), True),
+        (264, 264, torch.bfloat16, (9, 0), False),
+        (12, 12, torch.bfloat16, (9, 0), False),
+        (64, 32, torch.bfloat16, (9, 0), False),
+        (64, 64, torch.float32, (9, 0), False),
+        (64, 64, torch.bfloat16, (7, 5), False),
+        (64, 64, torch.bfloat16, None, False),
+    ],
+)
+def test_a_gpu_has_such_a_kernel_for_half_precision_and_common_widths(
+    width: int, values: int, dtype: torch.dtype, capability: tuple[int, int] | None, expected: bool
+):
+    class OnGpu(NamedTuple):
+        shape: tuple[int, ...]
+        dtype: torch.dtype
+        is_cuda: bool
+        device: str
+
+    on_gpu = capability is not None
+    query, value = (OnGpu((1, 1, 1, n), dtype, on_gpu, "cuda") for n in (width, values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        has_kernel = cast(Any, inspect.unwrap(attention._has_kernel))
+        assert has_kernel(query, value) is expected
 
 
 def as_documented(
