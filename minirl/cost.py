@@ -14,10 +14,12 @@ from torch import nn
 from minirl.hf import HfConfig, causal_class, read_config, skeleton
 from minirl.megatron_fit import num_experts
 
-VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 """What the number of experts that see a token is called, by family."""
 WITHOUT_PAIRS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "moe", "mlp"}
 """Kinds of layers whose work grows with tokens only; that of their recurrences is not counted."""
+UNLIKE = {"diffllama", "hrm_text", "laguna"}
+"""Decoders whose layers run more than once, attend twice, or differ in their heads."""
 
 
 class Cost(NamedTuple):
@@ -63,12 +65,14 @@ def cost_of(model_name: str) -> Cost:
         return TOKENS_ONLY
     number, visited = num_experts(config.to_dict()), _first(config, VISITED)
     per_token, mixtures = 0.0, 0
-    for module in skeleton(config).modules():
+    for path, module in skeleton(config).named_modules():
         if isinstance(module, nn.Embedding):
             continue  # looked up
         for name, p in module.named_parameters(recurse=False):
             if p.ndim == 1 or name.endswith("bias"):
                 continue  # added, or a factor
+            if "experts" in path and not number:
+                return TOKENS_ONLY
             if p.ndim == 2 or isinstance(module, nn.Conv1d):
                 per_token += p.numel()
             elif p.shape[0] == number:
@@ -86,7 +90,8 @@ def _pairs(config: HfConfig) -> tuple[float, float, int] | None:
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         return 0.0, 0.0, 0
-    if not isinstance(heads, int):
+    unlike = config.is_encoder_decoder or config.model_type in UNLIKE
+    if unlike or not isinstance(heads, int):
         return None
     window = _first(config, ("sliding_window",))
     names = ("layer_types", "layers_block_type", "block_types")
@@ -99,14 +104,16 @@ def _pairs(config: HfConfig) -> tuple[float, float, int] | None:
     near = layers.pop("sliding_attention", 0)
     if layers or (near and not window):
         return None
+    narrow: float = _first(config, ("head_dim",)) or _first(config, ("hidden_size",)) // heads
     if _first(config, ("kv_lora_rank",)):
-        latent = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        both = sum(_first(config, (name,)) for name in latent)
-    else:
-        both = 2 * (_first(config, ("head_dim",)) or _first(config, ("hidden_size",)) // heads)
-    width = heads * both / 2  # of a key and a value
-    return full * width, near * width, window
+        key = _first(config, ("qk_nope_head_dim",)) + _first(config, ("qk_rope_head_dim",))
+        narrow = (key + _first(config, ("v_head_dim",))) / 2
+    wide = _first(config, ("global_head_dim",)) or narrow  # Gemma 4's layers without a window
+    return full * heads * float(wide), near * heads * float(narrow), window
 
 
 def _first(config: HfConfig, names: tuple[str, ...]) -> int:
-    return next((int(x) for n in names if (x := getattr(config, n, None))), 0)
+    """The first of these fields that is there; 0 without one, or if layers differ in it."""
+    found = next((x for n in names if (x := getattr(config, n, None))), 0)
+    values = set(found) if isinstance(found, list) else {found}
+    return int(values.pop()) if len(values) == 1 else 0

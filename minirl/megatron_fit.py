@@ -17,7 +17,7 @@ from minirl.loader import refuse
 from minirl.megatron_config import KEY, MegatronConfig
 from minirl.megatron_rules import GRAPHS_IN_MOE, OFFLOAD_IN_MOE, RECOMPUTE_IN_MOE, listed
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """What a mixture's number of experts is called, by family."""
 MOE_KEYS = (
     *("expert_model_parallel_size", "expert_tensor_parallel_size"),

@@ -127,6 +127,7 @@ def as_documented(
     """What torch documents of its kernel for packed sequences, by loops."""
     REAL.bind(query, key, value, ends, same, *sizes, **keys)
     assert ends.dtype == torch.int32
+    assert ends[0] == 0
     assert keys["window_size"] == (-1, 0), "causal"
     assert keys["enable_gqa"]
     assert sizes == (int(ends.diff().max()),) * 2

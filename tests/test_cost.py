@@ -30,6 +30,10 @@ SHARED_EXPERTS = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
 }
+DBRX = {
+    "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 80, "moe_num_experts": 4, "moe_top_k": 2},
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 12},
     "qwen3": {"tie_word_embeddings": True},
@@ -49,6 +53,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6},
+    "ernie4_5_moe": {
+        **{"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48},
+        **{"moe_layer_start_index": 1, "moe_num_shared_experts": 1},
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": [2, 2, 2]},
+    "gemma4_text": {
+        **{"global_head_dim": 16, "sliding_window": 6, "hidden_size_per_layer_input": 0},
+        **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        "num_kv_shared_layers": 0,
+    },
     "gpt2": {},
     "gpt_neox": {},
     "phi": {},
@@ -121,6 +135,12 @@ def test_the_published_size_without_embeddings_is_found(tmp_path: Path) -> None:
     [
         ("llama4_text", {"num_local_experts": 4, "intermediate_size_mlp": 80}),  # chunks
         ("falcon_h1", {}),  # both kinds in one layer
+        ("dbrx", DBRX),  # experts of a nested config, in two dimensions
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": [1, 2, 2]}),  # layers that differ
+        ("laguna", {"num_attention_heads_per_layer": [4, 4, 8]}),
+        ("diffllama", {}),
+        ("hrm_text", {}),
+        ("bart", {"decoder_ffn_dim": 80, "encoder_ffn_dim": 80}),  # an encoder's keys
         ("doge", {"is_moe": True, "num_experts": 16}),  # experts that are looked up
         ("deepseek_v2", {**LATENT, "n_routed_experts": 4}),  # seen by nobody knows how many
         ("xlnet", {"d_head": 8, "d_model": 32, "n_head": 4}),  # matrices of three dimensions

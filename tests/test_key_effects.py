@@ -94,7 +94,7 @@ def validation(run: GrpoRun) -> dict[str, float]:
         return [Score(float(t.prompt_id)) for t in trajectories]
 
     on = replace(parts(), score=score)
-    inputs = launch.Inputs(object(), DATA, on.sampling)
+    inputs = launch.Inputs(object(), DATA, on.sampling, on.cost)
     log = Log(step=SILENT.step, say=pytest.fail)
     metrics = launch.validate(fresh(), on, inputs, run, log)
     return {name: x for name, x in metrics.items() if not name.startswith("time/")}

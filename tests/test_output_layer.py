@@ -36,7 +36,7 @@ def model_of(family: str, **sizes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     untyped: Any = AutoConfig
-    return AutoModelForCausalLM.from_config(untyped.for_model(family, **SIZES, **sizes)).eval()
+    return AutoModelForCausalLM.from_config(untyped.for_model(family, **SIZES | sizes)).eval()
 
 
 PLAIN = "qwen2 qwen3 llama mistral gemma3_text gpt2 gpt_neox opt phi3 bloom olmo2 gpt_oss"
@@ -88,6 +88,7 @@ def test_a_decoder_is_causal_whatever_its_config_says(family: str) -> None:
         ("bert", {}),
         ("xlnet", {"d_head": 8}),
         ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("cpmant", {"dim_head": 8, "dim_ff": 32}),
     ],
 )
 def test_a_model_that_sees_what_follows_is_refused(
@@ -96,6 +97,18 @@ def test_a_model_that_sees_what_follows_is_refused(
     model_of(family, **keys).save_pretrained(tmp_path)
     with pytest.raises(RankError, match=f"models of type '{family}'.* attend to both sides"):
         run_ranks(1, look, str(tmp_path), None, {})
+
+
+def test_a_model_that_gives_nan_is_refused_as_damaged() -> None:
+    model = model_of("llama")
+    model.get_input_embeddings().weight.data[:] = torch.nan
+    with pytest.raises(ValueError, match="NaN; its weights are damaged"):
+        dtensor_fit.check_causal(model)
+
+
+def test_a_model_that_writes_into_its_weights_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'rwkv'.* change their weights"):
+        dtensor_fit.check_causal(model_of("rwkv", num_hidden_layers=4, rescale_every=2))
 
 
 def look(axis: Axis, model: str, chunk: int | None, keys: dict[str, Any]) -> list[Tensor]:

@@ -17,7 +17,7 @@ from minirl.backend import TokenHead
 from minirl.backends import dtensor
 from minirl.cost import Cost, cost_of
 from minirl.metrics import values
-from minirl.parallel import Axis
+from minirl.parallel import SOLO, Axis
 from minirl.policy_config import (
     DynamicBatchingConfig,
     GenerationConfig,
@@ -136,6 +136,18 @@ def test_every_demonstration_is_shown_once(kind: str, ranks: int, model: str):
         if trained.any()
     ]
     assert sorted(answers) == sorted(d.answer for d in UNEVEN)
+
+
+def test_what_cannot_be_shown_is_refused(model: str):
+    whole = Demonstration((5,), (6, 1))
+    for empty in (Demonstration((), (6, 1)), Demonstration((5,), ())):
+        with pytest.raises(ValueError, match="demonstration 1 has an empty prompt or answer"):
+            collate([whole, empty], PAD)
+    cfg, long = small(model, "fixed"), Demonstration((5,) * 7, (6, 1))
+    with pytest.raises(ValueError, match=r"demonstration 3 has 9 tokens.* is 8"):
+        sft.cut([whole] * 3 + [long], PAD, cfg, SOLO, Cost(), key_of(0))
+    with pytest.raises(ValueError, match="0 samples are no whole updates"):
+        sft.cut([], PAD, cfg, SOLO, Cost(), key_of(0))
 
 
 def test_of_nothing_a_row_is_shown_that_trains_nothing():

@@ -27,7 +27,7 @@ from minirl.backends import (
 from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
-from minirl.cost import cost_of
+from minirl.cost import Cost, cost_of
 from minirl.data import Datasets, draw, load_datasets
 from minirl.engine import Sampling
 from minirl.flops import peak_flops
@@ -56,6 +56,7 @@ class Inputs(NamedTuple):
     tokenizer: Tokenizer
     data: Datasets
     sampling: Sampling
+    cost: Cost
 
 
 def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
@@ -85,7 +86,7 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
         stop_token_ids=tuple(sorted({*ends, *(generation.stop_token_ids or ())})),
         stop_strings=tuple(generation.stop_strings or ()),
     )
-    return Inputs(tokenizer, data, sampling)
+    return Inputs(tokenizer, data, sampling, cost_of(with_own_config(run.policy).model_name))
 
 
 def _check_vocabulary(data: Datasets, run: GrpoRun) -> None:
@@ -180,9 +181,9 @@ def open_parts(
     engine = open_engine(run.policy)
     try:
         engine.load_(backend.export(state), state.updates)
-        cost = cost_of(with_own_config(run.policy).model_name)
+        data, sampling, cost = inputs.data.train, inputs.sampling, inputs.cost
         peak = peak_flops(run.policy.precision, cost)
-        yield state, Parts(backend, engine, inputs.data.train, score, inputs.sampling, cost, peak)
+        yield state, Parts(backend, engine, data, score, sampling, cost, peak)
     finally:
         engine.close()
 

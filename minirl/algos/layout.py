@@ -53,7 +53,7 @@ def plan_step(
         ValueError: the samples do not divide into updates, or an update into ranks.
     """
     size = policy.train_global_batch_size
-    if len(lengths) % size:
+    if not lengths or len(lengths) % size:
         raise ValueError(
             f"{len(lengths)} samples are no whole updates of policy.train_global_batch_size {size}"
         )

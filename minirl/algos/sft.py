@@ -43,6 +43,10 @@ def collate(demonstrations: Sequence[Demonstration], pad_id: int, width: int = 1
 
     Rows are padded to a multiple of `width`. Of no demonstrations: a row that trains nothing.
 
+    Raises:
+        ValueError: a prompt has no token, so that nothing predicts the answer's first; or an
+            answer has none.
+
     >>> rows, mask = collate([Demonstration((5, 6), (7, 8)), Demonstration((5,), (9,))], 0)
     >>> rows.tokens.tolist(), rows.lengths.tolist()
     ([[5, 6, 7, 8], [5, 9, 0, 0]], [4, 2])
@@ -53,6 +57,8 @@ def collate(demonstrations: Sequence[Demonstration], pad_id: int, width: int = 1
     tokens = torch.full((len(lengths), round_up(max(2, int(lengths.max())), width)), pad_id)
     mask = torch.zeros(tokens.shape[0], tokens.shape[1] - 1, dtype=torch.bool)
     for row, d in enumerate(demonstrations):
+        if not (d.prompt and d.answer):
+            raise ValueError(f"demonstration {row} has an empty prompt or answer: {d}")
         tokens[row, : lengths[row]] = torch.tensor(d.prompt + d.answer)
         mask[row, len(d.prompt) - 1 : int(lengths[row]) - 1] = True
     return Shown(Rows(tokens, lengths), mask)
@@ -76,8 +82,16 @@ def cut(
     An update takes `policy.train_global_batch_size` demonstrations.
 
     Raises:
-        ValueError: they do not divide into updates, or into ranks; or one does not fit.
+        ValueError: there are none, or one is longer than `policy.max_total_sequence_length`; or
+            they do not divide into updates, or into ranks.
     """
+    longest = policy.max_total_sequence_length
+    for row, d in enumerate(demonstrations):
+        if length_of(d) > longest:
+            raise ValueError(
+                f"demonstration {row} has {length_of(d)} tokens, and "
+                f"policy.max_total_sequence_length is {longest}; shorten it, or raise the latter"
+            )
     plan = plan_step([length_of(d) for d in demonstrations], policy, axis, cost, key)
     own = [demonstrations[row] for row in plan.rows]
     return [
