@@ -7,7 +7,7 @@ Source: the counting of Narayanan et al. 2021, arXiv:2104.04473, section 5.1, ma
 """
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -114,6 +114,6 @@ def _pairs(config: HfConfig) -> tuple[float, float, int] | None:
 
 def _first(config: HfConfig, names: tuple[str, ...]) -> int:
     """The first of these fields that is there; 0 without one, or if layers differ in it."""
-    found = next((x for n in names if (x := getattr(config, n, None))), 0)
-    values = set(found) if isinstance(found, list) else {found}
-    return int(values.pop()) if len(values) == 1 else 0
+    found: Any = next((x for n in names if (x := getattr(config, n, None))), 0)
+    values: list[Any] = found if isinstance(found, list) else [found]
+    return int(values[0]) if len(set(values)) == 1 else 0
