@@ -7,7 +7,7 @@ Source: the counting of Narayanan et al. 2021, arXiv:2104.04473, section 5.1, ma
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
@@ -115,5 +115,5 @@ def _pairs(config: HfConfig) -> tuple[float, float, int] | None:
 def _first(config: HfConfig, names: tuple[str, ...]) -> int:
     """The first of these fields that is there; 0 without one, or if layers differ in it."""
     found: Any = next((x for n in names if (x := getattr(config, n, None))), 0)
-    values: list[Any] = found if isinstance(found, list) else [found]
+    values = cast("list[int]", found if isinstance(found, list) else [found])
     return int(values[0]) if len(set(values)) == 1 else 0
