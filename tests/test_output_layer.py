@@ -111,6 +111,20 @@ def test_a_model_that_writes_into_its_weights_is_refused() -> None:
         dtensor_fit.check_causal(model_of("rwkv", num_hidden_layers=4, rescale_every=2))
 
 
+def test_layers_that_run_on_gpus_only_are_not_asked_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forward(**_: Any) -> None:
+        raise RuntimeError("a kernel for GPUs")
+
+    model = model_of("llama")
+    model.forward = forward
+    with pytest.raises(RuntimeError, match="a kernel for GPUs"):
+        dtensor_fit.check_causal(model)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dtensor_fit.check_causal(model)
+
+
 def look(axis: Axis, model: str, chunk: int | None, keys: dict[str, Any]) -> list[Tensor]:
     cfg = policy_config(model, dtensor_cfg=DTensorConfig(**keys), logprob_chunk_size=chunk)
     backend, state = open_backend(cfg, axis, key_of(0))
