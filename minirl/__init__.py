@@ -52,6 +52,7 @@ Arithmetic: pure functions of tensors, on one process
 
 Text and tasks: from files to prompts, from answers to rewards
     chat.py                    conversations to tokens, once; tokens to text
+    verifier_worker.py         a process for code that may do anything, and its guard
     verifier_pool.py           processes that survive what a model wrote
     verifiers.py               what runs in them
     data.py                    datasets as values, and a stream that a cursor resumes

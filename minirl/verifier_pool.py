@@ -10,12 +10,10 @@ function that the factory returns). What flows out: one `Outcome` per job, in th
 whoever computed it. Arguments travel to a worker as pickles; only JSON travels back, because a
 worker that has read hostile text is not to be trusted with its parent's unpickler.
 
-This module imports the standard library alone, so that a worker starts in milliseconds. Workers do
-not import the parent's main script, hold none of its files, and die with the thread that made them.
+Workers (`minirl.verifier_worker`) do not import the parent's main script, hold none of its files,
+and die with the thread that made them, as does whatever their function started.
 """
 
-import ctypes
-import importlib
 import json
 import math
 import os
@@ -23,34 +21,33 @@ import pickle
 import signal
 import subprocess
 import sys
-import traceback
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from time import monotonic
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, cast
 
-Job: TypeAlias = tuple[object, ...] | None
-"""The arguments of one call; None only asks whether a worker can start."""
-
-Function: TypeAlias = Callable[..., object]
+from minirl.verifier_worker import MAX_REPLY_BYTES, Job, Reply
 
 START_TIMEOUT_S = 300.0
 """Importing a verifier's libraries takes seconds, many times that on a busy machine."""
 
 MAX_FAILED_STARTS = 3
-MAX_REPLY_BYTES = 1 << 16
+STOP_TIMEOUT_S = 60.0
+"""A worker's guard that takes longer to end everything is killed itself."""
+
 GROW_AFTER_S = 0.1
 """How long jobs wait before another worker is started: short batches need only one."""
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from minirl.verifier_pool import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
+    "from minirl.verifier_worker import work; work(*json.loads(sys.argv[2]))"
 )
-_PR_SET_PDEATHSIG = 1
 
 
 class Outcome(NamedTuple):
@@ -61,16 +58,9 @@ class Outcome(NamedTuple):
     value: float = math.nan
     """What the function returned, or the sum of its parts; NaN unless `kind` is `returned`."""
     detail: str = ""
-    """The traceback if it raised."""
+    """The traceback if it raised, why its return is no number, or how its last worker died."""
     parts: Mapping[str, float] = {}
     """What the function returned if it returned several numbers by name."""
-
-
-class _Reply(NamedTuple):
-    kind: Literal["ready", "unusable", "returned", "raised", "timed_out", "died"]
-    value: float = math.nan
-    detail: str = ""
-    parts: Mapping[str, float] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -91,20 +81,32 @@ class Pool:
     settings: bytes
     num_workers: int
     timeout_s: float
+    memory_gb: float
+    printed: Path
     workers: list[_Worker]
 
 
 @contextmanager
 def open_pool(
-    factory: str, settings: Mapping[str, object], *, num_workers: int, timeout_s: float
+    factory: str,
+    settings: Mapping[str, object],
+    *,
+    num_workers: int,
+    timeout_s: float,
+    memory_gb: float = math.inf,
+    printed: Path | None = None,
 ) -> Iterator[Pool]:
     """A pool whose workers call `factory(**settings)` once and then serve its result.
 
     One worker starts at once, in the background; up to `num_workers` follow when jobs queue up.
-    `timeout_s` is the wall-clock limit of one call, not counting the start of a worker. On leaving,
-    every worker is killed.
+    `timeout_s` is the wall-clock limit of one call, not counting the start of a worker;
+    `memory_gb` limits the private memory of each process. What workers print is appended to the
+    file `printed`, by default one in the folder of temporary files; it is made when they do. On
+    leaving, every worker is killed with whatever it started.
     """
-    pool = Pool(factory, pickle.dumps(dict(settings)), num_workers, timeout_s, [])
+    file = printed or Path(tempfile.gettempdir(), f"minirl-verifiers-{os.urandom(8).hex()}.log")
+    settled = pickle.dumps(dict(settings))
+    pool = Pool(factory, settled, num_workers, timeout_s, memory_gb, file, [])
     try:
         _hire_(pool, 1)
         yield pool
@@ -116,7 +118,8 @@ def open_pool(
 def run_(pool: Pool, jobs: Sequence[Job]) -> list[Outcome]:
     """Calls the function once per job; the outcomes are in the order of the jobs.
 
-    A call that overruns is `timed_out`. A job whose worker dies is given to another worker once.
+    A call that overruns is `timed_out`. A job whose worker dies (or meets its
+    limit of memory) is given to another worker once.
     After an exception no call is left running.
 
     Raises:
@@ -144,7 +147,8 @@ def run_(pool: Pool, jobs: Sequence[Job]) -> list[Outcome]:
                     _dismiss_(pool, worker)
                     failed_starts += 1
                     if failed_starts == MAX_FAILED_STARTS:
-                        raise RuntimeError(f"{failed_starts} verifier workers {_FATE[reply.kind]}")
+                        fate = _FATE[reply.kind] + _cause(pool, reply)
+                        raise RuntimeError(f"{failed_starts} verifier workers {fate}")
                 else:
                     _finish_(pool, worker, reply, outcomes, (queue, suspects))
     finally:
@@ -155,14 +159,19 @@ def run_(pool: Pool, jobs: Sequence[Job]) -> list[Outcome]:
 
 _FATE = {
     "timed_out": f"did not start within {START_TIMEOUT_S:.0f} s",
-    "died": "died while they started; their standard error says why",
+    "died": "died while they started: ",
 }
+
+
+def _cause(pool: Pool, reply: Reply) -> str:
+    said = f"; what workers printed is in {pool.printed}" if pool.printed.exists() else ""
+    return reply.detail + said
 
 
 def _finish_(
     pool: Pool,
     worker: _Worker,
-    reply: _Reply,
+    reply: Reply,
     outcomes: dict[int, Outcome],
     again: tuple[deque[int], set[int]],
 ) -> None:
@@ -180,7 +189,7 @@ def _finish_(
             queue.appendleft(job)
         case "died" | "timed_out":
             _dismiss_(pool, worker)
-            outcomes[job] = Outcome(reply.kind)
+            outcomes[job] = Outcome(reply.kind, detail=_cause(pool, reply))
         case "ready" | "unusable":
             raise AssertionError(f"a working verifier said {reply.kind!r}")
 
@@ -199,30 +208,38 @@ def _assign_(pool: Pool, queue: deque[int], jobs: Sequence[Job]) -> None:
 
 
 def _grow_(pool: Pool, backlog: int, backlog_since: float) -> float:
-    """Doubles the workers while jobs keep waiting; returns since when they wait."""
+    """Starts workers while jobs keep waiting; returns since when they wait."""
     now = monotonic()
-    if not backlog:
-        return now
-    if not pool.workers:
-        _hire_(pool, 1)
-    elif all(w.ready for w in pool.workers) and now - backlog_since >= GROW_AFTER_S:
-        _hire_(pool, min(len(pool.workers), pool.num_workers - len(pool.workers), backlog))
-        return now
-    return backlog_since
+    ready = [worker.ready for worker in pool.workers]
+    num = num_to_hire(ready, backlog, now - backlog_since, pool.num_workers)
+    _hire_(pool, num)
+    return now if num or not backlog else backlog_since
+
+
+def num_to_hire(ready: Sequence[bool], backlog: int, waited_s: float, most: int) -> int:
+    """How many workers to start beside those that are ready, or are about to be.
+
+    Jobs that wait double them after `GROW_AFTER_S`, but not while a worker starts.
+    """
+    if not ready:
+        return min(backlog, 1)
+    if not all(ready) or waited_s < GROW_AFTER_S:
+        return 0
+    return min(len(ready), most - len(ready), backlog)
 
 
 def _hire_(pool: Pool, num: int) -> None:
     for _ in range(num):
         ours, theirs = Pipe()
-        path = json.dumps([*sys.path, str(os.getcwd())])
-        command = [sys.executable, "-P", "-c", _BOOT, path, str(theirs.fileno()), str(os.getpid())]
+        path = [*sys.path, os.getcwd()]
+        life = [theirs.fileno(), os.getpid(), pool.memory_gb, str(pool.printed)]
+        command = [sys.executable, "-P", "-c", _BOOT, json.dumps(path), json.dumps(life)]
         with theirs:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # Its own session: the terminal's Ctrl-C is ours to handle, and killing the group
-                # also ends what the function may have started.
+                # Its own session: the terminal's Ctrl-C is ours to handle.
                 start_new_session=True,
                 # String hashes order sets; a verdict must not depend on their seed.
                 env={**os.environ, "PYTHONHASHSEED": "0"},
@@ -237,100 +254,33 @@ def _hire_(pool: Pool, num: int) -> None:
 def _dismiss_(pool: Pool, worker: _Worker) -> None:
     pool.workers.remove(worker)
     worker.connection.close()
-    with suppress(ProcessLookupError):  # Nobody of its group is left.
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
+    worker.process.terminate()
+    worker.process.send_signal(signal.SIGCONT)  # Somebody may have stopped it.
+    try:
+        worker.process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        worker.process.kill()
+        worker.process.wait()
 
 
-def _listen(pool: Pool, patience_s: float) -> list[tuple[_Worker, _Reply]]:
+def _listen(pool: Pool, patience_s: float) -> list[tuple[_Worker, Reply]]:
     """What the workers say next: at least one reply, or none after `patience_s`."""
     watched = [w for w in pool.workers if not w.ready or w.job is not None]
     until = min([w.deadline for w in watched], default=math.inf)
     timeout = min(max(until - monotonic(), 0.0), patience_s)
     heard = wait([w.connection for w in watched], None if timeout == math.inf else timeout)
-    replies: list[tuple[_Worker, _Reply]] = []
+    replies: list[tuple[_Worker, Reply]] = []
     for worker in watched:
         if worker.connection in heard:
             replies.append((worker, _receive(worker.connection)))
         elif monotonic() >= worker.deadline:
-            replies.append((worker, _Reply("timed_out")))
+            replies.append((worker, Reply("timed_out")))
     return replies
 
 
-def _receive(connection: Connection) -> _Reply:
+def _receive(connection: Connection) -> Reply:
     try:
         kind, value, detail, parts = json.loads(connection.recv_bytes(MAX_REPLY_BYTES))
-        return _Reply(kind, float(value), str(detail), cast("dict[str, float]", parts))
+        return Reply(kind, float(value), str(detail), cast("dict[str, float]", parts))
     except (EOFError, OSError, ValueError):
-        return _Reply("died")
-
-
-def load_function(path: str) -> Function:
-    """The function that `package.module:function` names.
-
-    Raises:
-        ValueError: the path has another form, the module lacks the name, or it is no function.
-        ImportError: the module cannot be imported.
-    """
-    module_name, colon, name = path.partition(":")
-    if not (module_name and colon and name.isidentifier()):
-        raise ValueError(f"{path!r} does not have the form 'package.module:function'")
-    names = vars(importlib.import_module(module_name))
-    if name not in names:
-        raise ValueError(f"module {module_name!r} has no {name!r}")
-    if not callable(names[name]):
-        raise ValueError(f"{path!r} is a {type(names[name]).__name__}, not a function")
-    return cast(Function, names[name])
-
-
-def serve(fd: int, parent: int) -> None:
-    """The life of a worker: build the function, then answer jobs until the pool hangs up."""
-    _die_with(parent)
-    os.dup2(2, 1)  # What the function prints must not mix with the run's own output.
-    with Connection(fd) as pool:
-        try:
-            factory, settings = pool.recv()
-            function = cast(Function, load_function(factory)(**pickle.loads(settings)))
-        except Exception:  # whatever a user's own code raises is told to the pool, which raises it
-            _send(pool, _Reply("unusable", detail=traceback.format_exc()))
-            return
-        _send(pool, _Reply("ready"))
-        while True:
-            try:
-                job = pool.recv_bytes()
-            except EOFError:
-                return
-            _send(pool, _call(function, job))
-
-
-def _call(function: Function, pickled: bytes) -> _Reply:
-    try:
-        job = cast(Job, pickle.loads(pickled))
-        value = 0.0 if job is None else function(*job)
-        if isinstance(value, Mapping):
-            several = cast("Mapping[object, object]", value)
-            parts = {str(name): _number(part) for name, part in several.items()}
-            return _Reply("returned", sum(parts.values()), parts=parts)
-        return _Reply("returned", _number(value))
-    except (Exception, SystemExit):  # a function that calls sys.exit has failed too
-        return _Reply("raised", detail=traceback.format_exc())
-
-
-def _number(value: object) -> float:
-    # numpy's and torch's scalars are numbers too; text that spells a number is a mistake.
-    if isinstance(value, str | bytes):
-        raise TypeError(f"returned {value!r}, where a number is required")
-    return float(cast(float, value))
-
-
-def _send(pool: Connection, reply: _Reply) -> None:
-    # The end of a traceback says most. A character takes at most 12 bytes of JSON.
-    short = reply._replace(detail=reply.detail[-4000:])
-    pool.send_bytes(json.dumps(short).encode())
-
-
-def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent dies, busy or not (Linux)."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+        return Reply("died", detail="its guard was killed")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
-from minirl.verifier_pool import load_function
+from minirl.verifier_worker import load_function
 
 Verifier: TypeAlias = Callable[[str, Mapping[str, object]], float]
 
