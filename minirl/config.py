@@ -77,6 +77,10 @@ class EnvConfig(Section, frozen=True):
 
     num_workers: Count = 8
     timeout_s: Positive = 10.0
+    memory_gb: Annotated[float, Meta(ge=0.5)] = 4.0
+    """Most private memory of one process that verifies, in 10^9 bytes; memory that it shares or
+    maps from files does not count. An answer that exceeds it is one that broke the verifier.
+    Not in NeMo-RL."""
 
 
 class CheckpointingConfig(Section, frozen=True):

@@ -4,11 +4,14 @@ Key names and defaults are NeMo-RL's; keys that it lacks say so.
 """
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from msgspec import Meta, field
 
 from minirl.loader import Section, default, refuse
+
+_NAME = r"[^\W\d]\w*"
 
 
 class DatasetConfig(Section, frozen=True):
@@ -72,8 +75,14 @@ class DatasetConfig(Section, frozen=True):
 
     def _check_env(self, gym: bool) -> None:
         env = self.env_name
+        file, name = env.rpartition(":")[::2]
         refuse(
-            not re.fullmatch(r"math|reasoning_gym|[\w.]+:\w+", env),
+            "/" in file or file.endswith(".py"),
+            f"env_name is {env!r}, a file; name its module, {PurePath(file).stem}:{name}, and put "
+            "the file's folder on PYTHONPATH, or start the run in it",
+        )
+        refuse(
+            not re.fullmatch(r"math|reasoning_gym|(NAME\.)*NAME:NAME".replace("NAME", _NAME), env),
             f"env_name is {env!r}; use math, reasoning_gym or package.module:function",
         )
         refuse(

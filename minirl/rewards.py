@@ -7,9 +7,11 @@ faster. Answers are text here; which tokens were sampled is known elsewhere.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from minirl.config import EnvConfig
@@ -31,7 +33,12 @@ RewardFn: TypeAlias = Callable[[Sequence[Answer]], list[Score]]
 
 
 @contextmanager
-def open_rewards(cfg: EnvConfig, dataset: DatasetConfig) -> Iterator[RewardFn]:
+def open_rewards(
+    cfg: EnvConfig,
+    dataset: DatasetConfig,
+    rows: Sequence[Prompt] = (),
+    folder: Path | None = None,
+) -> Iterator[RewardFn]:
     """The reward function of `dataset`, and its worker processes while the context is open.
 
     By `env_name`:
@@ -41,14 +48,16 @@ def open_rewards(cfg: EnvConfig, dataset: DatasetConfig) -> Iterator[RewardFn]:
     - `math`: 1 if `math-verify` finds the answer equal to the example's `output_key`, else 0.
     - `package.module:function`: what `function(completion, example)` returns: a number, or several
       by name, which are the score's components and whose sum is its reward. It is loaded here, in
-      a worker, so a wrong path fails before any model is loaded.
+      a worker, and called on `rows`, each with its own `output_key` as the completion ("" without
+      one), so one that is wrong fails before any model is loaded.
 
     An answer that exceeds `env.timeout_s` is worth 0 and marked `timed_out`. Where a built-in
-    verifier fails (raises, or takes down two processes), the reward is 0, marked `failed`.
+    verifier fails (raises, or takes down two processes, or exceeds `env.memory_gb` in both), the
+    reward is 0, marked `failed`. What verifiers print goes to a file in `folder`, one a rank.
 
     Raises:
-        ValueError: a user function cannot be loaded; or (from the reward function) a reward is not
-            finite.
+        ValueError: a user function cannot be loaded, or fails on `rows` in any way; or (from the
+            reward function) a reward is not finite.
         RuntimeError: (from the reward function) a user function failed; the message names the
             prompt. Or verifiers cannot be started.
     """
@@ -58,15 +67,32 @@ def open_rewards(cfg: EnvConfig, dataset: DatasetConfig) -> Iterator[RewardFn]:
         settings,
         num_workers=cfg.num_workers,
         timeout_s=cfg.timeout_s,
+        memory_gb=cfg.memory_gb,
+        printed=folder and folder / f"verifiers-{os.environ.get('RANK', '0')}.log",
     ) as pool:
         if factory == "user_verifier":
-            try:
-                run_(pool, [None])
-            except RuntimeError as error:
-                raise ValueError(
-                    f"env_name={dataset.env_name!r} cannot be loaded: {error}"
-                ) from error
+            _try_out_(pool, cfg, dataset, rows)
         yield partial(_scores, pool, dataset)
+
+
+def _try_out_(pool: Pool, cfg: EnvConfig, dataset: DatasetConfig, rows: Sequence[Prompt]) -> None:
+    """Loads the user's function and calls it on some rows."""
+    name = f"env_name={dataset.env_name!r}"
+    try:
+        run_(pool, [None])
+    except RuntimeError as error:
+        raise ValueError(f"{name} cannot be loaded: {error}") from error
+    for row in rows:
+        text = str(row.example.get(dataset.output_key, ""))
+        try:
+            if _scores(pool, dataset, [Answer(row, text, truncated=False)])[0].timed_out:
+                raise ValueError(f"took longer than env.timeout_s={cfg.timeout_s:g}")
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{name} cannot be used. It was called as function({text!r:.200}, row {row.id}), "
+                f"with the row's columns {sorted(row.example)}, and must return a finite number, "
+                f"or several by name; but {error}"
+            ) from error
 
 
 def _factory(dataset: DatasetConfig) -> tuple[str, Mapping[str, object]]:
@@ -102,7 +128,7 @@ def _score(outcome: Outcome, prompt: Prompt, dataset: DatasetConfig) -> Score:
         case "raised" | "died":
             raise RuntimeError(
                 f"reward function {dataset.env_name!r} {outcome.kind} on prompt {prompt.id}"
-                + (f": {outcome.detail}" if outcome.detail else ", twice, without a traceback")
+                f"{', twice' if outcome.kind == 'died' else ''}: {outcome.detail}"
             )
         case "returned":
             reward = outcome.value

@@ -14,7 +14,7 @@ def run(*command: str | Path) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )

@@ -41,7 +41,10 @@ PRELOAD = [
 ]
 """What nearly every job imports."""
 
-GRACE_S = 5.0
+TIMEOUT_S = 1200.0
+"""How long a job may take; far more than any needs, since the machine may be busy."""
+
+GRACE_S = 60.0
 """How long the other ranks may take after one has failed; they may be waiting for it."""
 
 
@@ -63,7 +66,7 @@ def run_ranks(
     """The results of `fn(axis, *args, **kwargs)` on ranks 0 to n - 1.
 
     Raises:
-        RankError: a rank raised, died, or did not answer within 120 s.
+        RankError: a rank raised, died, or did not answer within `TIMEOUT_S`.
     """
     with tempfile.TemporaryDirectory() as folder:
         _grow(n)
@@ -71,7 +74,7 @@ def run_ranks(
         for rank, worker in enumerate(workers):
             job = (rank, n, str(Path(folder) / "store"), fn, args, kwargs)
             worker.pipe.send_bytes(pickle.dumps(job))
-        answers = _collect(workers, timeout_s=120.0)
+        answers = _collect(workers, TIMEOUT_S)
     failures = [f"rank {rank}: {a[1]}" for rank, a in enumerate(answers) if not a[0]]
     if failures:
         raise RankError("\n".join(failures))
@@ -161,7 +164,7 @@ def _in_group(rank: int, size: int, store: str, fn: Any, args: Any, kwargs: Any)
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=TIMEOUT_S),
     )
     try:
         dist.barrier()

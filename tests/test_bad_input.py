@@ -200,6 +200,12 @@ def test_a_reward_function_that_is_not_there(refusal: Callable[..., str]):
     assert "cannot be loaded" in refusal("data.train.env_name=json:nothing")
 
 
+def test_a_reward_function_that_is_none(refusal: Callable[..., str]):
+    told = refusal("data.train.env_name=judging:short")
+    assert "env_name='judging:short' cannot be used" in told
+    assert "takes 1 positional argument but 2 were given" in told
+
+
 def test_validation_without_data_for_it(refusal: Callable[..., str]):
     assert "split_validation_size" in refusal("data.train.split_validation_size=0")
 

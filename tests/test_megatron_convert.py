@@ -275,7 +275,7 @@ def test_a_reader_keeps_other_settings_out(place: Place):
         thread.start()
         time.sleep(0.3)
         assert (place.runs(), done) == (1, [])
-    thread.join(timeout=20)
+    thread.join(timeout=600)
     assert place.runs() == 2
     assert done
 

@@ -94,7 +94,7 @@ megatron_setup.prepare_process(MegatronConfig(env_vars={"MINIRL_TEST": "set"}))
 @pytest.mark.slow
 def test_env_vars_are_set_before_megatron_is_imported() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_SIGHT], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", FIRST_SIGHT], capture_output=True, text=True, check=True, timeout=900
     )
     lines = done.stdout.splitlines()
     assert lines[0] == "BEFORE False"

@@ -1,7 +1,8 @@
 """Rewards: what each verifier gives, and what becomes of answers that it cannot judge."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from minirl.data_config import DatasetConfig
 from minirl.rewards import Answer, RewardFn, open_rewards
 from minirl.types import Prompt, Score
 
+UNHURRIED_S = 900.0
+"""More than anything that ends takes, however busy the machine."""
+
 
 def answers(*texts: str, example: dict[str, object] | None = None, truncated: bool = False) -> Any:
     return [
@@ -19,10 +23,16 @@ def answers(*texts: str, example: dict[str, object] | None = None, truncated: bo
     ]
 
 
-def rewards_of(env_name: str, timeout_s: float = 20.0, **dataset: Any) -> Any:
+def rewards_of(
+    env_name: str,
+    timeout_s: float = UNHURRIED_S,
+    rows: Sequence[Prompt] = (),
+    folder: Path | None = None,
+    **dataset: Any,
+) -> Any:
     source = {} if "dataset_name" in dataset else {"data_path": "a.jsonl"}
     cfg = DatasetConfig(env_name=env_name, **source, **dataset)
-    return open_rewards(EnvConfig(num_workers=2, timeout_s=timeout_s), cfg)
+    return open_rewards(EnvConfig(num_workers=2, timeout_s=timeout_s), cfg, rows, folder)
 
 
 RIGHT = Score(1.0)
@@ -43,9 +53,58 @@ def test_named_parts_add_up_to_the_reward():
 
 
 def test_a_user_function_that_hangs_gives_nothing_and_is_counted():
-    with rewards_of("judging:act", timeout_s=0.5) as reward:
-        scores = reward(answers("spin", "number 2", "sleep"))
-    assert scores == [Score(0.0, timed_out=True), Score(2.0), Score(0.0, timed_out=True)]
+    with rewards_of("judging:act", timeout_s=0.2) as reward:
+        assert reward(answers("spin", "sleep")) == [Score(0.0, timed_out=True)] * 2
+
+
+def test_a_user_function_is_called_on_a_row_with_its_own_answer():
+    rows = [Prompt(7, (1,), {"output": "say four", "bonus": 3}), Prompt(8, (1,), {"bonus": 3})]
+    with (
+        pytest.raises(ValueError, match=r"function\('say four', row 7\).*it returned 'four'"),
+        rewards_of("judging:act", rows=rows),
+    ):
+        pass
+    with rewards_of("judging:length", rows=rows) as reward:
+        assert reward(answers("a")) == [Score(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "told"),
+    [
+        ("short", "", "takes 1 positional argument but 2 were given"),
+        ("later", "", "returned <coroutine object later"),
+        ("several", "", "returned <generator object several"),
+        ("column", "", "KeyError: 'answer'"),
+        ("act", "give none", "returned None of type NoneType; a number is required"),
+        ("act", "give nothing", "returned {}"),
+        ("act", "give number", "returned {1: 1.0}"),
+        ("act", "number nan", "the reward nan; a reward must be a finite number"),
+        ("parts", "-inf", "the reward -inf; a reward must be a finite number"),
+        ("act", "crash", "died on prompt 7, twice: killed by SIGSEGV; what workers printed is in"),
+        ("act", "take 5000000000", "it exceeded env.memory_gb=4"),
+    ],
+)
+def test_a_user_function_that_cannot_be_used_is_refused_at_once(function, text, told, tmp_path):
+    row = Prompt(7, (1,), {"output": text})
+    with (
+        pytest.raises(ValueError, match=f"env_name='judging:{function}' cannot be used") as error,
+        rewards_of(f"judging:{function}", rows=[row], folder=tmp_path),
+    ):
+        pass
+    assert told in str(error.value)
+    assert f"called as function({text!r}, row 7), with the row's columns ['output'], and must" in (
+        str(error.value)
+    )
+    assert str(tmp_path / "verifiers-0.log") in str(error.value) or "printed" not in told
+
+
+def test_a_user_function_that_hangs_on_a_row_is_refused_at_once():
+    row = Prompt(7, (1,), {"output": "sleep"})
+    with (
+        pytest.raises(ValueError, match=r"row 7\).*took longer than env.timeout_s=0.2"),
+        rewards_of("judging:act", timeout_s=0.2, rows=[row]),
+    ):
+        pass
 
 
 def test_an_error_of_a_user_function_names_the_first_prompt_that_failed():
@@ -59,7 +118,7 @@ def test_an_error_of_a_user_function_names_the_first_prompt_that_failed():
 def test_a_user_function_that_kills_its_process_is_an_error():
     with (
         rewards_of("judging:act") as reward,
-        pytest.raises(RuntimeError, match="died on prompt 100, twice"),
+        pytest.raises(RuntimeError, match="died on prompt 100, twice: exited with code 3"),
     ):
         reward(answers("exit"))
 
@@ -101,7 +160,7 @@ def test_a_module_that_fails_is_refused_at_once(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def math_reward() -> Iterator[RewardFn]:
-    with rewards_of("math", timeout_s=3.0) as reward:
+    with rewards_of("math") as reward:
         yield reward
 
 
@@ -111,10 +170,11 @@ def test_math_answers_are_equal_as_mathematics(math_reward):
     assert scores == [RIGHT] * 3 + [WRONG] * 3
 
 
-def test_a_math_answer_that_cannot_be_computed_is_timed_out(math_reward):
+def test_a_math_answer_that_cannot_be_computed_is_timed_out():
     # field failure 54
-    scores = math_reward(answers("4", "\\boxed{9^{9^{9}}}", "4.0", example={"output": 4}))
-    assert scores == [RIGHT, WRONG._replace(timed_out=True), RIGHT]
+    with rewards_of("math", timeout_s=1.0) as reward:
+        scores = reward(answers("\\boxed{9^{9^{9}}}", example={"output": 4}))
+    assert scores == [WRONG._replace(timed_out=True)]
 
 
 def test_a_reference_that_is_no_mathematics_is_a_counted_error(math_reward):

@@ -120,7 +120,8 @@ def run_grpo(run: GrpoRun) -> None:
                 prepare_folder(folder, "checkpointing.checkpoint_dir")
             kept = resumed_from(run)
             prepare_run_dir(run_dir, dump(run), resumed_step=kept[0] if kept else 0)
-            reward = stack.enter_context(open_rewards(run.env, run.data.train))
+            rows = [side.prompts[0] for side in inputs.data[:2] if side is not None]
+            reward = stack.enter_context(open_rewards(run.env, run.data.train, rows, run_dir))
         axis = stack.enter_context(world())
         score = partial(score_answers, inputs.tokenizer, reward)
         state, parts = stack.enter_context(open_parts(run, inputs, score, axis))
