@@ -109,25 +109,31 @@ def _reap(worker: int) -> str:
 def _end_children() -> None:
     """Kills children until none is left; the children of the killed become children meanwhile."""
     while True:
-        found = _children()
-        for pid in found:
-            with suppress(PermissionError):  # It has become another user.
-                os.kill(pid, signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0 if found else os.WNOHANG)
-        except ChildProcessError:
-            return
+        found = _kill_children()
+        with suppress(ChildProcessError):
+            pid, _ = os.waitpid(-1, 0 if found else os.WNOHANG)
+            while pid:
+                pid, _ = os.waitpid(-1, os.WNOHANG)
+            continue
+        return
 
 
-def _children() -> list[int]:
-    """The processes whose parent this one is; a reader's list, so some may have come since."""
-    found: list[int] = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):  # It has ended.
+def _kill_children() -> int:
+    """Kills every child that it sees, with its group; returns how many it saw.
+
+    A child that forks and exits again and again is gone before it is killed, but what it was is
+    seen until it is reaped, and its group is what it is now.
+    """
+    found = 0
+    for pid in sorted(map(int, filter(str.isdigit, os.listdir("/proc"))), reverse=True):
+        with suppress(OSError):  # It has ended, or has become another user's.
             # The name, in brackets, may hold anything.
-            fields = Path("/proc", pid, "stat").read_bytes().rpartition(b")")[2].split()
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             if int(fields[1]) == os.getpid():
-                found.append(int(pid))
+                found += 1
+                if (group := int(fields[2])) != os.getpgrp():
+                    os.killpg(group, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
     return found
 
 
@@ -199,7 +205,7 @@ def _returned(value: object) -> Reply:
         return Reply("returned", _number(value, "it returned"))
     several = cast("Mapping[object, object]", value)
     if not (several and all(isinstance(name, str) for name in several)):
-        raise TypeError(f"it returned {_short(value)}; {_WANTED}")
+        raise TypeError(f"it returned {_short(several)}; {_WANTED}")
     parts = {str(n): _number(part, f"its part {n!r} is") for n, part in several.items()}
     return Reply("returned", sum(parts.values()), parts=parts)
 
