@@ -25,6 +25,8 @@ Values: records and settings
     types.py                   the records that travel, and the names of tensor shapes
     rng.py                     keys: randomness as an argument
     metrics.py                 metrics that add up over micro-batches, updates and ranks
+    files.py                   files that cannot be read or written
+    yaml_files.py              YAML files and overrides, merged into one tree
     loader.py                  YAML and overrides to one frozen record, and back
     loss_config.py             settings of the loss and of the advantages
     reward_config.py           settings of the reward path
