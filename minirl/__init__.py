@@ -101,6 +101,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout
     backends/hf_generate.py    the oracle engine: slow and easy to check
+    backends/vllm_arguments.py  which arguments of vLLM a config may set
     backends/vllm.py           vLLM inside every rank
     backends/__init__.py       the choice between them
 

@@ -59,15 +59,13 @@ def load_(backend: Backend[M], state: TrainState[M], folder: Path) -> TrainState
     """
     try:
         surplus = msgspec.json.decode((folder / SURPLUS).read_bytes(), type=tuple[Sample, ...])
-        for file in sorted(folder.glob("*.safetensors")):
-            check_safetensors(file, "tensors")
-    except (OSError, ValueError, RecursionError) as error:
-        # msgspec's own error is a ValueError.
-        where = "" if str(error).startswith("tensors") else f"{SURPLUS}: "
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(
-            f"{str(folder)!r} is no complete checkpoint: {where}{error}; remove it to go on"
+            f"{str(folder)!r} is no complete checkpoint: {SURPLUS}: {error}; remove it to go on"
             " from the one before"
         ) from error
+    for file in sorted(folder.glob("*.safetensors")):
+        check_safetensors(file, f"{str(folder)!r} is no complete checkpoint")
     return replace(backend.load_(state, folder), surplus=surplus)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, field
 
-from minirl.loader import Section, default, refuse
+from minirl.loader import Section, default, is_file_name, module_instead, refuse
 
 
 class DatasetConfig(Section, frozen=True):
@@ -44,8 +44,9 @@ class DatasetConfig(Section, frozen=True):
         """One source, the keys that belong to it, and a verifier that can judge it."""
         refuse(
             (self.dataset_name is None) == (self.data_path is None),
-            f"dataset_name is {self.dataset_name!r} and data_path {self.data_path!r}; "
-            "set exactly one of them",
+            f"dataset_name is {self.dataset_name!r} and data_path {self.data_path!r}; set exactly "
+            "one of them (to leave an inherited dataset, replace all of it: "
+            "data.train={_override_: true, data_path: FILE})",
         )
         gym = self.dataset_name == "reasoning_gym"
         refuse(gym and self.task is None, "dataset_name reasoning_gym needs a task, such as gcd")
@@ -72,6 +73,7 @@ class DatasetConfig(Section, frozen=True):
 
     def _check_env(self, gym: bool) -> None:
         env = self.env_name
+        refuse(is_file_name(env), f"env_name is {env!r}, a file; {module_instead(env)}")
         refuse(
             not re.fullmatch(r"math|reasoning_gym|[\w.]+:\w+", env),
             f"env_name is {env!r}; use math, reasoning_gym or package.module:function",

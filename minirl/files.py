@@ -9,7 +9,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, cast
+
+Json: TypeAlias = Any
+"""What JSON may hold; whoever reads it checks its form."""
 
 TOO_MANY_DIGITS = "it holds an integer too long to be one; write it as text, in quotes"
 TOO_DEEP = "lists and mappings are nested too deep in it; make them flatter"
@@ -26,7 +29,7 @@ def shorten(text: str, limit: int = 200) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
 
 
-def parse_json(text: str | bytes, where: str) -> Any:
+def parse_json(text: str | bytes, where: str) -> Json:
     """What JSON says.
 
     Raises:
@@ -54,7 +57,7 @@ def read_object(file: Path, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} cannot be read ({error.strerror})") from error
     if not isinstance(found, dict):
         raise ValueError(f"{where} holds no JSON object but a {type(found).__name__}")
-    return dict(found)
+    return cast("dict[str, Any]", found)
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def _check_folder(folder: Path, key: str) -> None:
     if ends.is_file():
         # transformers takes one that it cannot read for one that is not there.
         read_object(ends, f"{key}: {str(ends)!r}")
-    weights = _files_of_weights(folder, key)
+    weights = shards(folder, key)
     if not weights:
         raise ValueError(
             f"{key}: {str(folder)!r} has no *.safetensors; minirl reads no pickled weights: "
@@ -92,15 +92,21 @@ def _check_not_quantised(config: Mapping[str, Any], key: str) -> None:
         )
 
 
-def _files_of_weights(folder: Path, key: str) -> list[Path]:
-    """Those that the index names, else all."""
+def shards(folder: Path, key: str) -> list[Path]:
+    """The files of weights in a folder: those that the index names; without one, all.
+
+    Copies in other forms are not in the index.
+
+    Raises:
+        ValueError: the index cannot be read, or a file that it names is not there.
+    """
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
-    shards: Any = read_object(index, f"{key}: {str(index)!r}").get("weight_map")
-    if not isinstance(shards, dict):
+    names: Any = read_object(index, f"{key}: {str(index)!r}").get("weight_map")
+    if not isinstance(names, dict):
         raise ValueError(f"{key}: {str(index)!r} has no weight_map; download it again")
-    files = {folder / str(file) for file in cast("dict[str, object]", shards).values()}
+    files = {folder / str(file) for file in cast("dict[str, object]", names).values()}
     missing = sorted(str(file) for file in files if not file.is_file())
     if missing:
         raise ValueError(

@@ -48,6 +48,26 @@ def refuse(wrong: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def is_file_name(path: str) -> bool:
+    """Whether an import path, as `module:NAME`, names a file where a module belongs."""
+    module = path.partition(":")[0]
+    return "/" in module or module.endswith(".py")
+
+
+def module_instead(path: str) -> str:
+    """The remedy for `is_file_name`.
+
+    >>> module_instead("my/rewards.py:score")
+    'write rewards:score, and start with its folder on the path: PYTHONPATH=my torchrun ...'
+    """
+    file, colon, name = path.partition(":")
+    folder = shorten(str(Path(file).parent))
+    return (
+        f"write {shorten(Path(file).stem)}{colon}{name}, and start with its folder on the path: "
+        f"PYTHONPATH={folder} torchrun ..."
+    )
+
+
 class Problem(NamedTuple):
     """What is wrong at a key."""
 

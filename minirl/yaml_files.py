@@ -56,7 +56,7 @@ def read(path: Path, above: tuple[Path, ...] = ()) -> list[Layer]:
     for name in names:
         if not isinstance(name, str):
             raise ValueError(
-                f"{path}: defaults = {shorten(repr(parents))}: expected a file or a list of files"
+                f"{path}: defaults = {shorten(repr(names))}: expected a file or a list of files"
             )
         layers += read(path.parent / name, (*above, path))
     own: Tree = {k: v for k, v in tree.items() if not str(k).startswith(ANCHORS)}
