@@ -26,7 +26,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("name", "reason"),
     [
         *OWNED.items(),
-        ("max_num_seq", "no such field; did you mean max_num_seqs"),
+        ("max_num_seq", "did you mean max_num_seqs"),
         ("é", "remove it"),
     ],
 )
