@@ -25,6 +25,8 @@ Values: records and settings
     types.py                   the records that travel, and the names of tensor shapes
     rng.py                     keys: randomness as an argument
     metrics.py                 metrics that add up over micro-batches, updates and ranks
+    files.py                   files that cannot be read or written
+    yaml_files.py              YAML files and overrides, merged into one tree
     loader.py                  YAML and overrides to one frozen record, and back
     loss_config.py             settings of the loss and of the advantages
     reward_config.py           settings of the reward path
@@ -100,6 +102,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout
     backends/hf_generate.py    the oracle engine: slow and easy to check
+    backends/vllm_arguments.py  which arguments of vLLM a config may set
     backends/vllm.py           vLLM inside every rank
     backends/__init__.py       the choice between them
 

@@ -13,6 +13,8 @@ from typing import TypeVar
 import msgspec
 
 from minirl.backend import Backend, TrainState
+from minirl.files import writing
+from minirl.hf import check_safetensors
 from minirl.parallel import Axis, barrier
 from minirl.types import Sample
 
@@ -26,19 +28,23 @@ def save(backend: Backend[M], state: TrainState[M], run: Path, axis: Axis) -> Pa
     """Writes the state into `run/step_N`, replacing what was there, and returns that folder.
 
     Collective: every rank of `axis` calls this; `run` is on a file system that they share.
+
+    Raises:
+        ValueError: the disk is full or may not be written.
     """
     folder = run / f"step_{state.step}"
     part = run / f"step_{state.step}.part"
-    if axis.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    barrier(axis)
-    backend.save(state, part)
-    barrier(axis)
-    if axis.rank == 0:
-        (part / SURPLUS).write_bytes(msgspec.json.encode(state.surplus))
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
+    with writing(part):
+        if axis.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        barrier(axis)
+        backend.save(state, part)
+        barrier(axis)
+        if axis.rank == 0:
+            (part / SURPLUS).write_bytes(msgspec.json.encode(state.surplus))
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
     barrier(axis)
     return folder
 
@@ -53,11 +59,13 @@ def load_(backend: Backend[M], state: TrainState[M], folder: Path) -> TrainState
     """
     try:
         surplus = msgspec.json.decode((folder / SURPLUS).read_bytes(), type=tuple[Sample, ...])
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ValueError(
             f"{str(folder)!r} is no complete checkpoint: {SURPLUS}: {error}; remove it to go on"
             " from the one before"
         ) from error
+    for file in sorted(folder.glob("*.safetensors")):
+        check_safetensors(file, f"{str(folder)!r} is no complete checkpoint")
     return replace(backend.load_(state, folder), surplus=surplus)
 
 

@@ -8,8 +8,8 @@ Rows come from a local .jsonl or .parquet file, from a Hugging Face dataset (nev
 ships with it), or from a task of `reasoning-gym`. Only this module reads data files.
 """
 
-import json
 import math
+import os
 import pickle
 import string
 import tempfile
@@ -22,6 +22,7 @@ import torch
 
 from minirl.chat import Message, Tokenizer, encode_prompts
 from minirl.data_config import DataConfig, DatasetConfig
+from minirl.files import parse_json, shorten
 from minirl.rng import Key, fold_in, generator, key_of
 from minirl.types import Prompt
 from minirl.verifier_pool import open_pool, run_
@@ -196,9 +197,11 @@ def _conversations(inputs: Sequence[str], cfg: DatasetConfig, name: str) -> list
 
 
 def _text_of(path: str, key: str) -> str:
-    if not Path(path).is_file():
-        raise ValueError(f"{key}={path!r}: there is no such file")
-    return _decoded(Path(path), f"{key}={path!r}")
+    key = f"{key}={shorten(path)!r}"
+    # Not pathlib's question, which fails where a name is too long.
+    if not os.path.isfile(path):
+        raise ValueError(f"{key}: there is no such file")
+    return _decoded(Path(path), key)
 
 
 def _decoded(path: Path, key: str) -> str:
@@ -207,12 +210,14 @@ def _decoded(path: Path, key: str) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{key}: the file is not UTF-8 ({error}); convert it") from error
+    except OSError as error:
+        raise ValueError(f"{key}: the file cannot be read ({error.strerror})") from error
 
 
 def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
     """The dataset's checked rows, and how many duplicates were left out."""
     if cfg.data_path is not None:
-        examples = _read_file(cfg.data_path, f"{name}.data_path={cfg.data_path!r}")
+        examples = _read_file(cfg.data_path, f"{name}.data_path={shorten(cfg.data_path)!r}")
     elif cfg.dataset_name == "reasoning_gym":
         examples = _generate(str(cfg.task), cfg.task_kwargs, name)
     else:
@@ -222,13 +227,23 @@ def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
     input_key = "question" if cfg.dataset_name == "reasoning_gym" else cfg.input_key
     seen, rows = set[str](), list[_Row]()
     for index, example in enumerate(examples):
-        text = _value(example, input_key, (str,), f"{name}.input_key", index)
+        text = str(_value(example, input_key, (str,), f"{name}.input_key", index))
+        if not text.strip():
+            raise ValueError(
+                f"{name}.input_key={input_key!r}: row {index} holds the empty question {text!r}; "
+                "remove the row"
+            )
         if cfg.env_name == "math":
             _value(example, cfg.output_key, (str, int, float), f"{name}.output_key", index)
-        key = _normalise(str(text)) if cfg.deduplicate else str(index)
+        elif missing := examples[0].keys() - example.keys():
+            raise ValueError(
+                f"{name}: row {index} lacks the columns {shorten(str(sorted(missing)))} of row 0, "
+                f"and env_name {cfg.env_name!r} may read them; write null where there is no value"
+            )
+        key = _normalise(text) if cfg.deduplicate else str(index)
         if key not in seen:
             seen.add(key)
-            rows.append(_Row(index, str(text), example))
+            rows.append(_Row(index, text, example))
     return rows, len(examples) - len(rows)
 
 
@@ -237,14 +252,18 @@ def _value(
 ) -> object:
     """A row's value, which must have exactly one of `types` (True is no number)."""
     if column not in example:
-        raise ValueError(f"{key}={column!r}: row {row} has only the columns {sorted(example)}")
+        raise ValueError(
+            f"{key}={column!r}: row {row} has only the columns {shorten(str(sorted(example)))}"
+        )
     value = example[column]
     if type(value) not in types:
         allowed = " or ".join(t.__name__ for t in types)
         raise ValueError(
-            f"{key}={column!r}: row {row} holds {value!r} of type {type(value).__name__}; "
-            f"required is {allowed}"
+            f"{key}={column!r}: row {row} holds {shorten(repr(value))} of type "
+            f"{type(value).__name__}; required is {allowed}"
         )
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{key}={column!r}: row {row} holds {value}; give a number or text")
     try:
         str(value).encode()
     except UnicodeEncodeError as error:
@@ -258,7 +277,7 @@ def _read_file(name: str, key: str) -> list[dict[str, object]]:
     path = Path(name)
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{key}: the file must end in .jsonl or .parquet")
-    if not path.is_file():
+    if not os.path.isfile(name):
         raise ValueError(f"{key}: there is no such file")
     if path.suffix == ".parquet":
         import pyarrow.parquet
@@ -272,13 +291,17 @@ def _read_file(name: str, key: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     # Not splitlines: JSON text may hold other line ends than this one.
     text = _decoded(path, key).removesuffix("\n")
+    if text.lstrip().startswith("["):
+        raise ValueError(
+            f"{key}: the file holds a JSON array, and a .jsonl holds one JSON object a line; "
+            "convert it, for example with jq -c '.[]'"
+        )
     for number, line in enumerate(text.split("\n") if text else [], 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{key}: line {number} is not JSON: {error}") from error
+        if not line.strip():
+            raise ValueError(f"{key}: line {number} is blank; remove it")
+        row = parse_json(line, f"{key}: line {number}")
         if not isinstance(row, dict):
-            raise ValueError(f"{key}: line {number} holds no JSON object but {line.strip()!r}")
+            raise ValueError(f"{key}: line {number} holds no JSON object but {shorten(line)!r}")
         rows.append(cast("dict[str, object]", row))
     return rows
 
@@ -317,6 +340,6 @@ def _generate(task: str, task_kwargs: Mapping[str, Any], name: str) -> list[dict
         if detail:
             raise ValueError(
                 f"{name}: reasoning-gym cannot make task {task!r} with task_kwargs "
-                f"{dict(task_kwargs)}: {detail.strip().splitlines()[-1]}"
+                f"{shorten(str(dict(task_kwargs)))}: {detail.strip().splitlines()[-1]}"
             )
         return cast("list[dict[str, object]]", pickle.loads(path.read_bytes()))

@@ -4,12 +4,11 @@ Key names and defaults are NeMo-RL's; keys that it lacks say so.
 """
 
 import re
-from pathlib import PurePath
 from typing import Annotated, Any
 
 from msgspec import Meta, field
 
-from minirl.loader import Section, default, refuse
+from minirl.loader import Section, default, is_file_name, module_instead, refuse
 
 _NAME = r"[^\W\d]\w*"
 
@@ -47,8 +46,9 @@ class DatasetConfig(Section, frozen=True):
         """One source, the keys that belong to it, and a verifier that can judge it."""
         refuse(
             (self.dataset_name is None) == (self.data_path is None),
-            f"dataset_name is {self.dataset_name!r} and data_path {self.data_path!r}; "
-            "set exactly one of them",
+            f"dataset_name is {self.dataset_name!r} and data_path {self.data_path!r}; set exactly "
+            "one of them (to leave an inherited dataset, replace all of it: "
+            "data.train={_override_: true, data_path: FILE})",
         )
         gym = self.dataset_name == "reasoning_gym"
         refuse(gym and self.task is None, "dataset_name reasoning_gym needs a task, such as gcd")
@@ -75,12 +75,7 @@ class DatasetConfig(Section, frozen=True):
 
     def _check_env(self, gym: bool) -> None:
         env = self.env_name
-        file, name = env.rpartition(":")[::2]
-        refuse(
-            "/" in file or file.endswith(".py"),
-            f"env_name is {env!r}, a file; name its module, {PurePath(file).stem}:{name}, and put "
-            "the file's folder on PYTHONPATH, or start the run in it",
-        )
+        refuse(is_file_name(env), f"env_name is {env!r}, a file; {module_instead(env)}")
         refuse(
             not re.fullmatch(r"math|reasoning_gym|(NAME\.)*NAME:NAME".replace("NAME", _NAME), env),
             f"env_name is {env!r}; use math, reasoning_gym or package.module:function",

@@ -3,14 +3,21 @@
 import difflib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import msgspec
+
+from minirl.files import read_object, shorten, writing
+
 MEGATRON = ("run_config.yaml", "iter_0000000", "latest_checkpointed_iteration.txt")
 """What shows that a folder holds a checkpoint of Megatron's."""
+NUMBERS = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
+"""Precisions of weights that are not quantised, by their names in safetensors."""
 HfConfig: TypeAlias = Any
 HfModel: TypeAlias = Any
 """transformers' own types are partial."""
@@ -29,11 +36,12 @@ def check_model(name: str, key: str = "policy.model_name") -> None:
     folder = Path(name)
     if name.startswith("~"):
         raise ValueError(f"{key}: '~' is not expanded; write {str(folder.expanduser())!r}")
-    if folder.is_dir():
+    # Not pathlib's questions, which fail where a name is too long.
+    if os.path.isdir(name):
         _check_folder(folder, key)
-    elif folder.exists() or name.startswith((".", "/")) or name.count("/") != 1:
+    elif os.path.exists(name) or name.startswith((".", "/")) or name.count("/") != 1:
         raise ValueError(
-            f"{key}: there is no folder {name!r} (from {str(Path.cwd())!r}); "
+            f"{key}: there is no folder {shorten(name)!r} (from {str(Path.cwd())!r}); "
             "give a model's folder or a Hugging Face name such as 'Qwen/Qwen2.5-1.5B'"
         )
     else:
@@ -52,28 +60,110 @@ def _check_folder(folder: Path, key: str) -> None:
         raise ValueError(
             f"{key}: {str(folder)!r} has no config.json: it is no model in Hugging Face format"
         )
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{key}: {str(file)!r} is not JSON ({error})") from error
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = read_object(file, f"{key}: {str(file)!r}")
+    if "model_type" not in config:
         raise ValueError(f"{key}: {str(file)!r} names no model_type; is it a model's config?")
-    if not any(folder.glob("*.safetensors")):
+    _check_not_quantised(config, key)
+    ends = folder / "generation_config.json"
+    if ends.is_file():
+        # transformers takes one that it cannot read for one that is not there.
+        read_object(ends, f"{key}: {str(ends)!r}")
+    weights = shards(folder, key)
+    if not weights:
         raise ValueError(
             f"{key}: {str(folder)!r} has no *.safetensors; minirl reads no pickled weights: "
             "convert them with save_pretrained(..., safe_serialization=True)"
         )
+    for weight in weights:
+        odd = {kind for kind in check_safetensors(weight, key) if kind not in NUMBERS}
+        if odd:
+            raise ValueError(
+                f"{key}: {str(weight)!r} holds weights of the kinds {sorted(odd)}, which are "
+                "quantised and cannot be trained; start from a model that is not"
+            )
+
+
+def _check_not_quantised(config: Mapping[str, Any], key: str) -> None:
+    method = config.get("quantization_config")
+    if method is not None:
+        raise ValueError(
+            f"{key}: its config says quantization_config = {shorten(str(method))}, and quantised "
+            "weights cannot be trained; start from a model that is not quantised"
+        )
+
+
+def shards(folder: Path, key: str) -> list[Path]:
+    """The files of weights in a folder: those that the index names; without one, all.
+
+    Copies in other forms are not in the index.
+
+    Raises:
+        ValueError: the index cannot be read, or a file that it names is not there.
+    """
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return sorted(folder.glob("*.safetensors"))
+    names: Any = read_object(index, f"{key}: {str(index)!r}").get("weight_map")
+    if not isinstance(names, dict):
+        raise ValueError(f"{key}: {str(index)!r} has no weight_map; download it again")
+    files = {folder / str(file) for file in cast("dict[str, object]", names).values()}
+    missing = sorted(str(file) for file in files if not file.is_file())
+    if missing:
+        raise ValueError(
+            f"{key}: {len(missing)} of the {len(files)} files that {str(index)!r} names are not "
+            f"there, {missing[0]!r} first; download them again"
+        )
+    return sorted(files)
+
+
+class _Tensor(msgspec.Struct):
+    """What the header of a safetensors file says of one tensor."""
+
+    dtype: str
+    data_offsets: tuple[int, int]
+
+
+def check_safetensors(file: Path, key: str) -> set[str]:
+    """The kinds of numbers in a file of safetensors, by its header; tensors are not read.
+
+    Raises:
+        ValueError: it has another size than its header says, or no such header.
+    """
+    remedy = "download or copy it again"
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = opened.read(length) if length <= size else b""
+    except OSError as error:
+        raise ValueError(f"{key}: {str(file)!r} cannot be read ({error.strerror})") from error
+    try:
+        entries = msgspec.json.decode(header, type=dict[str, Any])
+        entries.pop("__metadata__", None)
+        tensors = msgspec.convert(entries, dict[str, _Tensor])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(
+            f"{key}: {str(file)!r} ({size} bytes) is no file of safetensors, or its header was cut "
+            f"short; {remedy}"
+        ) from error
+    wanted = 8 + length + max((t.data_offsets[1] for t in tensors.values()), default=0)
+    if size != wanted:
+        raise ValueError(
+            f"{key}: {str(file)!r} has {size} bytes, but its header says {wanted}; {remedy}"
+        )
+    return {t.dtype for t in tensors.values()}
 
 
 def _check_hub(name: str, key: str) -> None:
     try:
-        read_config(name)
+        config = read_config(name).to_dict()
     except (OSError, ValueError) as error:
         first_line = str(error).splitlines()[0]
         raise ValueError(
             f"{key}: {name!r} is neither a folder here nor a Hugging Face model in reach "
             f"({first_line})"
         ) from error
+    _check_not_quantised(config, key)
 
 
 def model_facts(name: str) -> dict[str, Any]:
@@ -138,7 +228,8 @@ def with_overrides(name: str, overrides: Mapping[str, Any], root: Path) -> str:
     text = json.dumps([str(Path(name).resolve()), facts, dict(overrides)], sort_keys=True)
     folder = root / hashlib.sha256(text.encode()).hexdigest()[:16]
     if not folder.is_dir():
-        _link_with_config(_files_of(name), folder, {**facts, **overrides})
+        with writing(folder):
+            _link_with_config(_files_of(name), folder, {**facts, **overrides})
     return str(folder)
 
 
@@ -159,7 +250,7 @@ def _check_values(facts: Mapping[str, Any], overrides: Mapping[str, Any]) -> Non
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"policy.hf_config_overrides: a config of {facts['model_type']!r} does not take "
-            f"{dict(overrides)}: {str(error).strip().splitlines()[-1].strip()}"
+            f"{shorten(str(dict(overrides)))}: {str(error).strip().splitlines()[-1].strip()}"
         ) from error
 
 

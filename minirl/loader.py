@@ -13,26 +13,23 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, reduce
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias, TypeVar, cast
 
 import msgspec
-import yaml
 from msgspec import NODEFAULT, inspect, structs
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-Tree: TypeAlias = dict[str, Any] | list[Any] | str | int | float | bool | None
-"""Plain data, as YAML holds it; what is within a mapping or a list is again a Tree."""
+from minirl.files import shorten
+from minirl.yaml_files import Layer, Tree, join, merged, override, read
+
 Kind: TypeAlias = object
 """The annotation of a field: what msgspec converts to."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
 NonNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-
-REPLACE = "_override_"
-"""`_override_: true` in a mapping: it replaces the mapping it would be merged into."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,11 +48,24 @@ def refuse(wrong: bool, message: str) -> None:
         raise ValueError(message)
 
 
-class Layer(NamedTuple):
-    """What one file or one override sets."""
+def is_file_name(path: str) -> bool:
+    """Whether an import path, as `module:NAME`, names a file where a module belongs."""
+    module = path.partition(":")[0]
+    return "/" in module or module.endswith(".py")
 
-    source: str
-    tree: Tree
+
+def module_instead(path: str) -> str:
+    """The remedy for `is_file_name`.
+
+    >>> module_instead("my/rewards.py:score")
+    'write rewards:score, and start with its folder on the path: PYTHONPATH=my torchrun ...'
+    """
+    file, colon, name = path.partition(":")
+    folder = shorten(str(Path(file).parent))
+    return (
+        f"write {shorten(Path(file).stem)}{colon}{name}, and start with its folder on the path: "
+        f"PYTHONPATH={folder} torchrun ..."
+    )
 
 
 class Problem(NamedTuple):
@@ -80,21 +90,19 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[S]) -> S:
     """The config in `path`, changed by `overrides` (`a.b=value`, the value in YAML).
 
     `defaults: FILE` or a list of files, relative to the file that says so, is what its keys are
-    merged into; lists are replaced, and so is a mapping whose heir says `_override_: true`. An
-    override acts like the edit of that key in `path`.
+    merged into, and overrides into those: see `minirl.yaml_files`.
     `${a.b}`, `${.sibling}`, `${mul:${a.b},2}` and `${sub:${a.b},1}` stand for other values.
 
     Raises:
         ValueError: a file, an override, a key, a value or a combination of them is wrong.
     """
-    layers = [*_read(Path(path), ()), *(_override(text) for text in overrides)]
-    empty: Tree = {}
-    tree = _fill(reduce(_merge, (layer.tree for layer in layers), empty), cls)
+    layers = [*read(Path(path)), *(override(text) for text in overrides)]
+    tree = _fill(merged(layers), cls)
     # Strongest first; what no layer sets is missing in `path`.
     layers = [*reversed(layers), Layer(str(path), {})]
     known = list(_keys(cls, ""))
     # Twice, so that a wrong value is reported where it is written, not where it is interpolated.
-    _refuse([p for p in _problems(tree, cls, "", known) if "${" not in str(p.value)], layers, tree)
+    _refuse([p for p in _problems(tree, cls, "", known) if not _is_open(p.value)], layers, tree)
     plain = _resolve(tree, layers, known)
     _refuse(list(_problems(plain, cls, "", known)), layers, tree)
     try:
@@ -109,74 +117,6 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[S]) -> S:
 def dump(config: Section) -> str:
     """YAML of every key with its value, which `load` turns into an equal config."""
     return OmegaConf.to_yaml(_omega(_escape(msgspec.to_builtins(config))))
-
-
-# ---------------------------------------------------------------------------------- text to trees
-
-
-def _read(path: Path, above: tuple[Path, ...]) -> list[Layer]:
-    """The layers of a file: those it inherits, then its own."""
-    chain = " -> ".join(map(str, (*above, path)))
-    if path.resolve() in [file.resolve() for file in above]:
-        raise ValueError(f"circular defaults: {chain}; remove one of these `defaults:` lines")
-    if not path.is_file():
-        raise ValueError(f"no such config file: {chain}")
-    try:
-        tree = cast("Tree", OmegaConf.to_container(OmegaConf.load(path)))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeError) as error:
-        raise ValueError(f"{path}{_yaml_error(error)}") from error
-    if not isinstance(tree, dict):
-        raise ValueError(f"{path}: a config is a mapping of sections, not a list")
-    parents = tree.pop("defaults", [])
-    names = cast("list[object]", parents) if isinstance(parents, list) else [parents]
-    layers: list[Layer] = []
-    for name in names:
-        if not isinstance(name, str):
-            raise ValueError(f"{path}: defaults = {parents!r}: expected a file or a list of files")
-        layers += _read(path.parent / name, (*above, path))
-    return [*layers, Layer(str(path), tree)]
-
-
-def _override(text: str) -> Layer:
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"\w[^.\s]*(\.[^.\s]+)*", key):
-        raise ValueError(f"override {text!r}: expected key=value, for example grpo.seed=3")
-    try:
-        parsed = OmegaConf.from_dotlist([f"value={value}"])
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"override {text!r}{_yaml_error(error)}") from error
-    tree: Tree = cast("dict[str, Any]", OmegaConf.to_container(parsed))["value"]
-    whole = {**tree, REPLACE: True} if isinstance(tree, dict) else tree
-    return Layer(f"override {text!r}", _nest(key.split("."), whole))
-
-
-def _nest(names: Sequence[str], tree: Tree) -> Tree:
-    return {names[0]: _nest(names[1:], tree)} if names else tree
-
-
-def _yaml_error(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f", line {error.problem_mark.line + 1}: not valid YAML: {error.problem}"
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f": {error.full_key}: {str(error).splitlines()[0]}"
-    return f": not valid YAML: {error}"
-
-
-def _merge(base: Tree, over: Tree, path: str = "") -> Tree:
-    """`over` put onto `base`: mappings merge key by key, anything else is replaced."""
-    if not isinstance(over, dict):
-        return over
-    if isinstance(base, str) and "${" in base:
-        raise ValueError(
-            f"{path}: cannot set {', '.join(over)} inside {base!r}; write that section out"
-        )
-    if isinstance(base, list) and not over.get(REPLACE, False):
-        raise ValueError(
-            f"{path}: cannot set {', '.join(over)} inside {base!r}; write the whole list"
-        )
-    kept = base if isinstance(base, dict) and not over.get(REPLACE, False) else {}
-    changed = {k: _merge(kept.get(k), v, _join(path, k)) for k, v in over.items() if k != REPLACE}
-    return {**kept, **changed}
 
 
 # ---------------------------------------------------------------------------- trees and the schema
@@ -197,16 +137,12 @@ def _alternatives(info: inspect.Type) -> Sequence[inspect.Type]:
     return info.types if isinstance(info, inspect.UnionType) else (info,)
 
 
-def _join(path: str, name: str | int) -> str:
-    return f"{path}.{name}" if path else str(name)
-
-
 def _keys(kind: Kind, path: str) -> Iterator[str]:
     """Every key of the schema, dotted."""
     section, _ = _sections(kind)
     for field in structs.fields(section) if section is not None else ():
-        yield _join(path, field.name)
-        yield from _keys(field.type, _join(path, field.name))
+        yield join(path, field.name)
+        yield from _keys(field.type, join(path, field.name))
 
 
 def _fill(tree: Tree, kind: Kind) -> Tree:
@@ -237,15 +173,15 @@ def _problems(tree: Tree, kind: Kind, path: str, known: Sequence[str]) -> Iterat
     section, item = _sections(kind)
     if isinstance(tree, list) and item is not None:
         for i, value in enumerate(tree):
-            yield from _problems(value, item, _join(path, i), known)
+            yield from _problems(value, item, join(path, i), known)
     elif isinstance(tree, dict) and section is not None:
         kinds = {field.name: field.type for field in structs.fields(section)}
         strangers = [name for name in tree if name not in kinds]
         moved: Mapping[str, str] = section.moved if issubclass(section, Section) else {}
-        yield from (Problem(_join(path, n), None, moved[n]) for n in strangers if n in moved)
+        yield from (Problem(join(path, n), None, moved[n]) for n in strangers if n in moved)
         yield from _strangers([n for n in strangers if n not in moved], list(kinds), path, known)
         for name, inner in kinds.items():
-            key = _join(path, name)
+            key = join(path, name)
             if name in tree:
                 yield from _problems(tree[name], inner, key, known)
             else:
@@ -260,13 +196,14 @@ def _strangers(
     """Unknown keys, each with like-named ones here and the equally named ones elsewhere."""
     hopeless = False
     for name in names:
-        near = [_join(path, n) for n in get_close_matches(str(name), valid)]
+        near = [join(path, n) for n in get_close_matches(str(name), valid)]
         near += [key for key in known if key.endswith(f".{name}")]
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        yield Problem(_join(path, name), None, f"unknown key{hint}")
+        yield Problem(join(path, name), None, f"unknown key{hint}")
         hopeless = hopeless or not near
     if hopeless:
-        yield Problem(path or "a config", None, f"its keys are {', '.join(valid)}")
+        anchors = "" if path else "; a key that only holds an anchor begins with x-"
+        yield Problem(path or "a config", None, f"its keys are {', '.join(valid)}{anchors}")
 
 
 def _problems_of_value(tree: Tree, kind: Kind, path: str) -> Iterator[Problem]:
@@ -279,9 +216,13 @@ def _problems_of_value(tree: Tree, kind: Kind, path: str) -> Iterator[Problem]:
         rule = rule.replace(" - at `$", f" - at `{path}") + _remedy(rule, tree)
         yield Problem(path, tree, f"expected one of {', '.join(choices)}" if choices else rule)
     else:
+        if isinstance(tree, str) and "\0" in tree:
+            yield Problem(path, tree, "a name or a path cannot hold a NUL character; remove it")
         for key, leaf in _leaves(tree, path):
             if isinstance(leaf, float) and not math.isfinite(leaf):
                 yield Problem(key, leaf, "a number must be finite")
+            if isinstance(leaf, int) and leaf.bit_length() > 64:
+                yield Problem(key, leaf, "an integer must fit into 64 bits")
 
 
 def _remedy(rule: str, value: Tree) -> str:
@@ -291,7 +232,7 @@ def _remedy(rule: str, value: Tree) -> str:
     if "got `str`" in rule and re.fullmatch(r"[-+.\de]+", str(value)):
         return "; remove the quotes"
     if "Expected `int" in rule and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
+        return f"; write {shorten(str(int(value)))}"
     return ""
 
 
@@ -302,7 +243,7 @@ def _leaves(tree: Tree, path: str) -> Iterator[tuple[str, Tree]]:
         yield path, tree
         return
     for name, value in inner.items():
-        yield from _leaves(value, _join(path, name))
+        yield from _leaves(value, join(path, name))
 
 
 def _refuse(problems: Sequence[Problem], layers: Sequence[Layer], tree: Tree) -> None:
@@ -311,11 +252,23 @@ def _refuse(problems: Sequence[Problem], layers: Sequence[Layer], tree: Tree) ->
     lines: list[str] = []
     for path, value, rule in problems:
         raw = written.get(path)
-        formula = f" (from {raw})" if isinstance(raw, str) and raw != value else ""
-        shown = "" if value is None else f" = {json.dumps(value, default=str)}{formula}"
-        lines.append(f"{_source(layers, path)}: {path}{shown}: {rule}")
+        formula = f" (from {shorten(raw)})" if isinstance(raw, str) and raw != value else ""
+        shown = "" if value is None else f" = {_shown(value)}{formula}"
+        lines.append(f"{_source(layers, path)}: {shorten(path)}{shown}: {shorten(rule, 2000)}")
     if lines:
         raise ValueError("\n".join(lines))
+
+
+def _shown(value: Tree) -> str:
+    try:
+        return shorten(json.dumps(value, default=str))
+    except ValueError:
+        return "an integer of thousands of digits"
+
+
+def _is_open(value: Tree) -> bool:
+    """Whether an interpolation in it waits for its value."""
+    return any("${" in leaf for _, leaf in _leaves(value, "") if isinstance(leaf, str))
 
 
 def _source(layers: Sequence[Layer], path: str) -> str:
@@ -361,7 +314,7 @@ def _resolve(tree: Tree, layers: Sequence[Layer], known: Sequence[str]) -> Tree:
         near = [key for n in names if n not in known for key in get_close_matches(n, known)]
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         reason = str(error).splitlines()[0] + hint
-        raise ValueError(f"{_source(layers, path)}: {path} = {raw}: {reason}") from error
+        raise ValueError(f"{_source(layers, path)}: {path} = {shorten(raw)}: {reason}") from error
 
 
 def _omega(tree: Tree) -> DictConfig:

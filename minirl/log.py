@@ -22,6 +22,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from minirl.files import parse_json, writing
+
 
 @dataclass(frozen=True, slots=True)
 class Log:
@@ -84,7 +86,8 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> No
     if not is_first_rank():
         return
     prepare_folder(run_dir, "logger.log_dir")
-    (run_dir / "config.yaml").write_text(config_yaml)
+    with writing(run_dir / "config.yaml"):
+        (run_dir / "config.yaml").write_text(config_yaml, encoding="utf-8")
     path = metrics_path(run_dir)
     if not path.exists():
         return
@@ -93,7 +96,8 @@ def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> No
     kept = path.rename(run_dir / f"metrics-{max(numbers, default=0) + 1}.jsonl")
     lines = [json.dumps(x) for x in read_metrics(kept) if (x["step"] or 0) <= resumed_step]
     if resumed_step > 0:
-        path.write_text("".join(f"{line}\n" for line in lines))
+        with writing(path):
+            path.write_text("".join(f"{line}\n" for line in lines))
 
 
 @contextmanager
@@ -103,7 +107,8 @@ def open_log(run_dir: Path, first_step: int, last_step: int, rank: int) -> Itera
         yield SILENT
         return
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-    with metrics_path(run_dir).open("a") as file:
+    # Around the file, because closing it writes again what it could not take.
+    with writing(metrics_path(run_dir)), metrics_path(run_dir).open("a") as file:
         if not console.is_terminal:
             yield Log(
                 step=lambda step, metrics: _plain(file, step, metrics),
@@ -134,8 +139,9 @@ def _plain(file: TextIO, step: int, metrics: Mapping[str, float]) -> None:
 
 
 def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    with writing("standard output"):
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
 
 
 def _line(step: int, metrics: Mapping[str, float]) -> str:
@@ -151,7 +157,8 @@ def _line(step: int, metrics: Mapping[str, float]) -> str:
 def read_metrics(path: Path) -> list[dict[str, int | float | None]]:
     """The lines of a `metrics.jsonl`, in order; a last one that a killed run left torn is not."""
     lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    whole = enumerate((line for line in lines if line.endswith("\n")), 1)
+    return [parse_json(line, f"{path}, line {number}") for number, line in whole]
 
 
 ALARMS = {

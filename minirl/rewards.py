@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from minirl.config import EnvConfig
 from minirl.data_config import DatasetConfig
+from minirl.files import shorten
 from minirl.types import Prompt, Score
 from minirl.verifier_pool import Outcome, Pool, open_pool, run_
 
@@ -126,9 +127,11 @@ def _score(outcome: Outcome, prompt: Prompt, dataset: DatasetConfig) -> Score:
         case "raised" | "died" if built_in:
             return Score(0.0, failed=True)
         case "raised" | "died":
+            columns = shorten(str(sorted(prompt.example)))
+            missing = f"\nits row has the columns {columns}" if "KeyError" in outcome.detail else ""
             raise RuntimeError(
                 f"reward function {dataset.env_name!r} {outcome.kind} on prompt {prompt.id}"
-                f"{', twice' if outcome.kind == 'died' else ''}: {outcome.detail}"
+                f"{', twice' if outcome.kind == 'died' else ''}: {outcome.detail}" + missing
             )
         case "returned":
             reward = outcome.value

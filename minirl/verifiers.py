@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
+from minirl.files import writing
 from minirl.verifier_worker import load_function
 
 Verifier: TypeAlias = Callable[[str, Mapping[str, object]], float]
@@ -81,7 +82,8 @@ def reasoning_gym_writer(task: str, task_kwargs: Mapping[str, Any]) -> Callable[
         # Some tasks also draw from the interpreter's own generator.
         random.seed(int(task_kwargs["seed"]))
         rows = [dataset[index] for index in range(len(dataset))]
-        Path(path).write_bytes(pickle.dumps(rows))
+        with writing(path):
+            Path(path).write_bytes(pickle.dumps(rows))
         return len(rows)
 
     return write

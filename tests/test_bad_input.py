@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,13 @@ from minirl.algos import tiny
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "bin" / "recipes" / "grpo_tiny_cpu.yaml"
+PATHS = [
+    *("policy.model_name", "policy.tokenizer.name", "policy.optimizer.name"),
+    *("policy.dtensor_cfg.custom_parallel_plan", "data.train.dataset_name", "data.train.data_path"),
+    *("data.train.prompt_file", "data.train.system_prompt_file", "data.train.env_name"),
+    *("checkpointing.checkpoint_dir", "logger.log_dir"),
+]
+"""Every key that names a file, a folder or a module."""
 
 
 def _command(name: str) -> ModuleType:
@@ -204,6 +212,71 @@ def test_a_reward_function_that_is_none(refusal: Callable[..., str]):
     told = refusal("data.train.env_name=judging:short")
     assert "env_name='judging:short' cannot be used" in told
     assert "takes 1 positional argument but 2 were given" in told
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("data.train.env_name=my/rewards.py:score", "a file; write rewards:score, and start with"),
+        ("data.train.env_name=rewards.py:score", "PYTHONPATH=. torchrun"),
+        ("policy.optimizer.name=os.path.join", "belongs to Python's standard library"),
+        (
+            "policy.scheduler[0].kwargs.start_factor=",
+            "write the whole list, policy.scheduler=[...]",
+        ),
+        (
+            "policy.generation.vllm_kwargs.max_num_seq=3",
+            "no such field; did you mean max_num_seqs?",
+        ),
+        ("policy.generation.vllm_kwargs.seed=3", "every sample has its own, from grpo.seed"),
+        ("grpo.seed=" + "7" * 5000, "an integer too long to be one"),
+        ("policy.optimizer.kwargs.betas=" + "[" * 200 + "]" * 200, "nested too deep"),
+        ("logger.log_dir=" + "x" * 5000, "cannot be written (File name too long)"),
+        ("data.train.data_path=" + "x" * 5000 + ".jsonl", "there is no such file"),
+        ("policy.tokenizer.name=" + "x/" * 5000, "there is no such folder"),
+        ("grpo.n\udcffm=3", "it is not UTF-8"),
+        ("grpo.größe=3", "grpo.größe: unknown key"),
+        ("data.train.input_key=''", "has only the columns ['input', 'output']"),
+        (
+            "data.train.data_path=日本.jsonl",
+            "data.train.data_path='日本.jsonl': there is no such file",
+        ),
+        ("data.train.dataset_name=a/b", "data.train={_override_: true, data_path: FILE}"),
+        *(
+            (f'{key}="a\\0b"', f'{key} = "a\\u0000b": a name or a path cannot hold a NUL')
+            for key in PATHS
+        ),
+    ],
+)
+def test_what_no_run_can_use_is_refused_in_few_words(
+    refusal: Callable[..., str], override: str, part: str
+):
+    message = refusal(override)
+    assert part in message
+    assert "Traceback" not in message
+    assert len(message) < 1200
+
+
+def test_weights_that_were_cut_short_or_quantised(
+    refusal: Callable[..., str], tmp_path: Path, model: Path
+):
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "copy"
+    shutil.copytree(model, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "bytes, but its header says" in refusal(f"policy.model_name={folder}")
+    save_file({"w": torch.zeros(2, dtype=torch.int8)}, weights)
+    assert "start from a model that is not" in refusal(f"policy.model_name={folder}")
+
+
+def test_a_full_disk_under_the_run_folder(refusal: Callable[..., str], tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").symlink_to("/dev/full")
+    message = refusal("grpo.max_num_epochs=100")
+    assert f"{str(tmp_path / 'run' / 'config.yaml')!r} cannot be written: No space left" in message
 
 
 def test_validation_without_data_for_it(refusal: Callable[..., str]):

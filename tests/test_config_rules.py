@@ -91,16 +91,18 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["data.train.data_path=null"], ["dataset_name is None and data_path None", "exactly one"]),
     (["data.train.dataset_name=a/b"], ["dataset_name is 'a/b' and data_path 'rows.jsonl'"]),
     (
-        ["data.train={dataset_name: reasoning_gym, env_name: reasoning_gym}"],
+        ["data.train={_override_: true, dataset_name: reasoning_gym, env_name: reasoning_gym}"],
         ["data.train: dataset_name reasoning_gym needs a task"],
     ),
     (
-        ["data.train={dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd}"],
+        [
+            "data.train={_override_: true, dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd}"
+        ],
         ["task_kwargs is {}", "set one"],
     ),
     (
         [
-            "data.train={dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd, "
+            "data.train={_override_: true, dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd, "
             "task_kwargs: {seed: 1}, input_key: question}"
         ],
         ["input_key and output_key do not apply to reasoning_gym"],
@@ -113,7 +115,9 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["data.train.env_name=my..judge:score"], ["env_name is 'my..judge:score'; use math"]),
     (["data.train.env_name=reasoning_gym"], ["env_name is reasoning_gym with dataset_name None"]),
     (
-        ["data.train={dataset_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}}"],
+        [
+            "data.train={_override_: true, dataset_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}}"
+        ],
         ["env_name is math with dataset_name reasoning_gym"],
     ),
     (["data.train.partial_credit=true"], ["partial_credit does not apply to env_name math"]),
@@ -196,8 +200,11 @@ ONE_EACH = ["grpo.num_generations_per_prompt=1", "policy.train_global_batch_size
         ["policy.scheduler=[{name: a.B}, {milestones: [5, 9]}, {name: a.B}, {name: a.B}]"],
         ["policy.optimizer.kwargs.lr=0"],
         ["policy.max_grad_norm=null"],
-        ["data.train={data_path: a.parquet}", "data.validation={dataset_name: a/b, split: test}"],
-        ["data.train={data_path: a.parquet}", "grpo.val_period=0"],
+        [
+            "data.train={data_path: a.parquet, split_validation_size: 0}",
+            "data.validation={dataset_name: a/b, split: test}",
+        ],
+        ["data.train={_override_: true, data_path: a.parquet}", "grpo.val_period=0"],
         ["data.train.env_name=my.rewards:score"],
         GDPO,
         ["logger.num_val_samples_to_print=2"],

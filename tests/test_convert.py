@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from backend_cases import make_rows, make_samples, make_work
+from disk import largest_file
 from engines import GREEDY, config, greedy, requests, save_models, tokens_of
 from models import policy_config, save_model
 from parity import SIZES, Layout, policy
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
+from minirl.algos import export
 from minirl.algos.export import Exported, check_paths, to_hugging_face, to_megatron
 from minirl.backend import TokenHead
 from minirl.backends import open_backend
@@ -195,6 +197,13 @@ def test_a_quantised_model_is_no_pattern_to_write_by(tmp_path: Path):
     save_file({"w": torch.zeros(2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"'w': 'F8_E4M3'.*not quantised"):
         weight_types(tmp_path)
+
+
+def test_a_full_disk_is_named_with_the_model_to_be(models: dict[str, str], tmp_path: Path):
+    weights = read(models["qwen3"])
+    with largest_file(4096), pytest.raises(ValueError, match=r"out\.part' cannot be written: File"):
+        export._write(models["qwen3"], Path(models["qwen3"]), weights, tmp_path / "out", "5GB")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_copy_beside_the_index_is_not_read(tmp_path: Path):

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from minirl.hf import check_model, end_token_ids, model_facts, weight_files
+from minirl.backends import hf_files
+from minirl.hf import NUMBERS, check_model, end_token_ids, model_facts, weight_files
 
 
 @pytest.fixture
@@ -14,8 +16,14 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 7}')
-    (folder / "model.safetensors").touch()
+    safetensors(folder / "model.safetensors", {"w": {"dtype": "BF16", "data_offsets": [0, 8]}}, 8)
     return folder
+
+
+def safetensors(file: Path, header: dict[str, Any], num_bytes: int) -> None:
+    """A file with this header and so many bytes of tensors."""
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(num_bytes))
 
 
 def refusal(name: str | Path, key: str = "policy.model_name") -> str:
@@ -43,7 +51,10 @@ def test_a_relative_folder_passes(model: Path, monkeypatch: pytest.MonkeyPatch):
         ("", "is not JSON"),
         ('{"model_type": ', "is not JSON"),
         ("{}", "names no model_type"),
-        ('["model_type"]', "names no model_type"),
+        ('["model_type"]', "holds no JSON object but a list"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"a": ' + "1" * 5000 + "}", "an integer too long to be one"),
+        ('{"model_type": "q", "quantization_config": {"bits": 4}}', "start from a model that is"),
     ],
 )
 def test_a_folder_without_a_model_s_config_is_refused(model: Path, text: str | None, message: str):
@@ -51,6 +62,59 @@ def test_a_folder_without_a_model_s_config_is_refused(model: Path, text: str | N
     if text is not None:
         (model / "config.json").write_text(text)
     assert message in refusal(model)
+
+
+ODD = {"w": {"dtype": "I8", "data_offsets": [0, 8]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda f: f.write_bytes(f.read_bytes()[:-1]), ["bytes, but its header says", "again"]),
+        (lambda f: f.write_bytes(f.read_bytes() + b"1"), ["bytes, but its header says"]),
+        (lambda f: f.write_bytes(f.read_bytes()[:30]), ["(30 bytes) is no file of safetensors"]),
+        (lambda f: f.write_bytes(b""), ["(0 bytes) is no file of safetensors"]),
+        (lambda f: f.write_text("version https://git-lfs.github.com/spec"), ["no file of safe"]),
+        (lambda f: safetensors(f, {"w": 3}, 0), ["is no file of safetensors"]),
+        (lambda f: safetensors(f, ODD, 8), ["['I8']", "quantised", "start from a model that"]),
+        (lambda f: (f.unlink(), f.symlink_to("gone")), ["cannot be read (No such file"]),
+    ],
+)
+def test_weights_that_could_not_be_loaded_are_refused_by_their_header(model, change, parts):
+    change(model / "model.safetensors")
+    message = refusal(model)
+    assert message.startswith(f"policy.model_name: {str(model / 'model.safetensors')!r}")
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": "b.safetensors"}}',
+            "1 of the 1 files",
+        ),
+        ("model.safetensors.index.json", "{}", "has no weight_map"),
+        ("model.safetensors.index.json", '{"weight_map"', "is not JSON"),
+        ("generation_config.json", '{"eos_token_id": ', "is not JSON"),
+    ],
+)
+def test_a_file_beside_the_weights_that_says_nothing_is_refused(model, name, text, part):
+    (model / name).write_text(text)
+    message = refusal(model)
+    assert part in message
+    assert str(model / name) in message
+
+
+def test_the_kinds_of_weights_that_are_read_are_those_that_are_written():
+    assert set(hf_files.TYPES) == NUMBERS
+
+
+def test_a_name_longer_than_a_path_can_be_is_refused_in_few_words():
+    message = refusal("a" * 5000)
+    assert "there is no folder" in message
+    assert len(message) < 600
 
 
 def test_pickled_weights_are_no_weights(model: Path):

@@ -1,130 +1,15 @@
 """Laws of the loader, on a schema of its own."""
 
-import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from msgspec import Meta, field
+from loading import Engine, Model, Run, loaded, message, write
 
-from minirl.loader import Section, default, dump, load
-
-Count = Annotated[int, Meta(gt=0)]
-
-
-class Engine(Section, frozen=True, kw_only=True):
-    precision: Annotated[Literal["fp32", "bf16"], default("${model.precision}")]
-    length: Annotated[int, default("${sub:${model.length},${model.response}}")]
-
-
-class Stage(Section, frozen=True, kw_only=True):
-    name: str
-    steps: Count = 1
-
-
-class Model(Section, frozen=True, kw_only=True):
-    name: str
-    precision: Literal["fp32", "bf16"] = "bf16"
-    length: Count = 512
-    response: Count = 12
-    rate: float = 0.1
-    stages: list[Stage] | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
-    ids: list[int] | None = None
-    engine: Engine
-
-    def __post_init__(self) -> None:
-        if self.response >= self.length:
-            raise ValueError("response leaves no room")
-
-
-class Run(Section, frozen=True, kw_only=True):
-    model: Model
-    seed: int = 42
-    title: str | None = None
-    other: Model | None = None
-
-    def __post_init__(self) -> None:
-        if self.seed == 13:
-            raise ValueError("seed 13 is unlucky")
-
-
-def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def loaded(folder: Path, text: str, *overrides: str) -> Run:
-    return load(write(folder, text), overrides, Run)
-
-
-def message(folder: Path, text: str, *overrides: str) -> str:
-    with pytest.raises(ValueError, match=r"\S") as caught:
-        loaded(folder, text, *overrides)
-    return str(caught.value)
-
-
-# ----------------------------------------------------------------------------------- inheritance
-
-
-def test_a_file_overrides_what_it_inherits_key_by_key_and_replaces_lists(tmp_path):
-    write(
-        tmp_path, "model: {name: base, rate: 0.5, ids: [1, 2], kwargs: {a: 1, b: 2}}", "base.yaml"
-    )
-    run = loaded(tmp_path, "defaults: base.yaml\nmodel: {name: mine, ids: [3], kwargs: {b: 3}}")
-    assert (run.model.name, run.model.rate, run.model.ids) == ("mine", 0.5, [3])
-    assert run.model.kwargs == {"a": 1, "b": 3}
-
-
-def test_of_several_parents_the_later_wins_and_a_shared_ancestor_is_no_circle(tmp_path):
-    write(tmp_path, "model: {name: root}\nseed: 1\ntitle: root", "root.yaml")
-    write(tmp_path, "defaults: root.yaml\nseed: 2\ntitle: a", "a.yaml")
-    write(tmp_path, "defaults: root.yaml\nseed: 3", "b.yaml")
-    run = loaded(tmp_path, "defaults: [a.yaml, b.yaml]")
-    assert (run.model.name, run.seed, run.title) == ("root", 3, "root")
-
-
-def test_parents_are_found_relative_to_the_file_that_names_them(tmp_path):
-    write(tmp_path, "model: {name: base}", "deep/er/base.yaml")
-    write(tmp_path, "defaults: er/base.yaml", "deep/middle.yaml")
-    assert loaded(tmp_path, "defaults: deep/middle.yaml").model.name == "base"
-
-
-def test_a_circle_is_refused_with_its_chain(tmp_path):
-    a = write(tmp_path, "defaults: b.yaml", "a.yaml")
-    b = write(tmp_path, "defaults: [a.yaml]", "b.yaml")
-    with pytest.raises(ValueError, match="circular defaults") as caught:
-        load(a, [], Run)
-    assert f"{a} -> {b} -> {a}" in str(caught.value)
-
-
-def test_a_missing_file_is_named_with_the_files_that_lead_to_it(tmp_path):
-    path = write(tmp_path, "defaults: gone.yaml")
-    with pytest.raises(ValueError, match="no such config file") as caught:
-        load(path, [], Run)
-    assert f"{path} -> {tmp_path / 'gone.yaml'}" in str(caught.value)
-    with pytest.raises(ValueError, match="no such config file"):
-        load(tmp_path, [], Run)
-
-
-def test_a_mapping_marked_override_replaces_the_inherited_one(tmp_path):
-    write(tmp_path, "model: {name: base, rate: 0.5, kwargs: {a: 1}}", "base.yaml")
-    text = "defaults: base.yaml\nmodel: {kwargs: {_override_: true, b: 2}}"
-    assert loaded(tmp_path, text).model.kwargs == {"b": 2}
-    text = "defaults: base.yaml\nmodel: {_override_: true, name: mine}"
-    assert loaded(tmp_path, text).model.rate == 0.1
-
-
-@pytest.mark.parametrize("text", ["defaults: {a: b}", "defaults: [1]", "defaults: 3"])
-def test_defaults_that_name_no_file_are_refused(tmp_path, text):
-    assert "expected a file or a list of files" in message(tmp_path, text)
-
+from minirl.loader import Section, dump, load
 
 # -------------------------------------------------------------------------------- interpolations
 
@@ -193,58 +78,6 @@ def test_a_malformed_interpolation_is_named_with_file_and_path(tmp_path):
 def test_interpolations_in_a_circle_are_refused(tmp_path):
     text = message(tmp_path, "model: {name: m, length: '${.response}', response: '${.length}'}")
     assert "Recursive interpolation" in text
-
-
-# ------------------------------------------------------------------------------------- overrides
-
-
-@pytest.mark.parametrize(
-    ("override", "edit"),
-    [
-        ("model.rate=1e-5", {"rate": 1e-5}),
-        ("model.stages=[{name: a, steps: 2}]", {"stages": [{"name": "a", "steps": 2}]}),
-        ("model.kwargs={b: [1, x]}", {"kwargs": {"b": [1, "x"]}}),
-        ("model.kwargs.new.key=1", {"kwargs": {"a": 1, "new": {"key": 1}}}),
-        ("model.ids=null", {"ids": None}),
-        ("model.name='a=b, c: d'", {"name": "a=b, c: d"}),
-        ("model.name=${seed}x", {"name": "42x"}),
-    ],
-)
-def test_an_override_equals_the_edit_of_its_key(tmp_path, override, edit):
-    model = {"name": "m", "ids": [1], "kwargs": {"a": 1}}
-    changed = loaded(tmp_path, json.dumps({"model": model}), override)
-    assert changed == loaded(tmp_path, json.dumps({"model": model | edit}))
-
-
-def test_the_last_override_of_a_key_wins(tmp_path):
-    assert loaded(tmp_path, "model: {name: m}", "seed=1", "seed=2").seed == 2
-
-
-@pytest.mark.parametrize(
-    "override", ["seed", "+seed=1", "++seed=1", "~seed", "=1", "a..b=1", ".a=1"]
-)
-def test_an_override_that_is_no_assignment_is_refused(tmp_path, override):
-    assert f"override {override!r}: expected key=value" in message(tmp_path, "{}", override)
-
-
-def test_an_override_of_an_unknown_key_is_refused(tmp_path):
-    text = message(tmp_path, "model: {name: m}", "model.lenght=3", "sed=1")
-    assert (
-        "override 'model.lenght=3': model.lenght: unknown key; did you mean model.length?" in text
-    )
-    assert "override 'sed=1': sed: unknown key; did you mean seed?" in text
-
-
-def test_an_override_that_is_no_yaml_is_refused(tmp_path):
-    text = message(tmp_path, "model: {name: m}", "model.ids=[1")
-    assert "override 'model.ids=[1'" in text
-    assert "not valid YAML" in text
-
-
-def test_setting_a_key_inside_an_interpolated_section_or_a_list_is_refused(tmp_path):
-    text = message(tmp_path, "model: {name: m}\nother: ${model}", "other.name=x")
-    assert "other: cannot set name inside '${model}'" in text
-    assert "ids: cannot set 0 inside [1]" in message(tmp_path, "model: {ids: [1]}", "model.ids.0=3")
 
 
 # ------------------------------------------------------------------------------------ wrong input

@@ -1,5 +1,6 @@
 """Where a run's numbers and words go: the file, the terminal, and nowhere on the other ranks."""
 
+import contextlib
 import io
 import json
 import math
@@ -133,6 +134,34 @@ def test_a_run_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"logger\.log_dir: .*file/run.* cannot be written"):
         prepare_run_dir(tmp_path / "file" / "run", "", resumed_step=0)
+
+
+def test_a_full_disk_is_named_with_the_file_that_had_no_room(tmp_path: Path, capsys, monkeypatch):
+    metrics, config = metrics_path(tmp_path), tmp_path / "config.yaml"
+    for path in (metrics, config):
+        path.symlink_to("/dev/full")
+    reason = "cannot be written: No space left on device; make room there"
+    with (
+        pytest.raises(ValueError, match=f"metrics.jsonl' {reason}"),
+        open_log(tmp_path, 0, 1, rank=0) as log,
+    ):
+        log.step(1, {"train/loss": 1.0})
+    metrics.unlink()
+    with pytest.raises(ValueError, match=f"config.yaml' {reason}"):
+        prepare_run_dir(tmp_path, "a: 1", resumed_step=0)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        with pytest.raises(ValueError, match=f"'standard output' {reason}"):
+            say("a sentence")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()  # it tries again
+
+
+def test_a_line_of_metrics_that_is_no_json_is_named(tmp_path: Path):
+    metrics_path(tmp_path).write_text('{"step": 1}\nnothing\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is not JSON"):
+        read_metrics(metrics_path(tmp_path))
 
 
 def test_alarms_say_how_often_and_nothing_where_nothing_happened():

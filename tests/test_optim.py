@@ -12,7 +12,7 @@ from models import policy_config
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from minirl.backends import optim
+from minirl.backends import optim, plans
 from minirl.policy_config import OptimizerConfig, PolicyConfig, ScheduleConfig
 
 LINEAR = "torch.optim.lr_scheduler.LinearLR"
@@ -118,13 +118,46 @@ def test_other_warnings_of_a_schedule_are_shown():
             config(schedule=[ScheduleConfig("torch.optim.lr_scheduler.ReduceLROnPlateau")]),
             r"policy\.scheduler: the schedule cannot be advanced by step\(\) alone",
         ),
+        (config("os.path.join"), r"cannot import 'os\.path': it belongs to Python's standard lib"),
+        (config("collections.OrderedDict"), r"optimizer\.name: cannot import 'collections': it be"),
+        (config("antigravity.SGD"), r"it belongs to Python's standard library"),
+        (config("torch.nn.Linear"), r"no Optimizer but <class 'torch.nn.*'>; give the import"),
+        (config("torch.nn.functional.gelu"), r"no Optimizer but <built-in function gelu>"),
+        (config("torch.optim.Optimizer"), r"is no Optimizer but <class .*; give the import path"),
+        (config("torch.optim.LBFGS"), r"optimizer\.name: LBFGS cannot take a step from gradients"),
+        (config("torch.optim.SparseAdam"), r"SparseAdam cannot take a step from gradients alone"),
+        (config(".a.SGD"), r"policy\.optimizer\.name: cannot import '\.a': it is no name of a mod"),
+        (config("SGD"), r"policy\.optimizer\.name: 'SGD' is no Optimizer but nothing"),
+        (config("nowhere.SGD"), r"cannot import 'nowhere' \(No module named 'nowhere'\)"),
+        (config("my/opt.py.SGD"), r"a file; write opt, and .* PYTHONPATH=my torchrun"),
+        (config("a." * 3000 + "SGD"), r"cannot import 'a\.a.*\.\.\. \(5999 characters\)'"),
+        (
+            config(schedule=[ScheduleConfig("functools.partial")]),
+            r"policy\.scheduler\[0\]\.name: cannot import 'functools': it belongs to Python's",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_by_key_before_a_model_is_loaded(
     cfg: PolicyConfig, message: str
 ):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         optim.check(cfg)
+    assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("os.path:join", "it belongs to Python's standard library"),
+        ("my/plans.py:PLAN", "a file; write plans, and start with its folder on the path"),
+        (".plans:PLAN", "it is no name of a module"),
+        ("torch.optim", "names no plan"),
+        ("torch.optim:SGD", "names no plan"),
+    ],
+)
+def test_a_path_that_leads_to_no_plan_is_refused_by_its_key(path: str, message: str):
+    with pytest.raises(ValueError, match=rf"dtensor_cfg\.custom_parallel_plan: .*{message}"):
+        plans.find_plan("qwen3", path)
 
 
 def test_what_can_run_passes_the_check():

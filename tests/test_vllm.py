@@ -13,6 +13,7 @@ import torch
 from engines import DRAWN, VOCABULARY, config, requests, save_models, save_tokenizer
 
 from minirl.backends import vllm
+from minirl.backends.vllm_arguments import OWNED
 from minirl.parallel import world
 
 
@@ -21,10 +22,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return save_models(tmp_path_factory)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dtype", "tensor_parallel_size", "max_num_seq"])
-def test_vllm_kwargs_that_would_be_ignored_are_refused(folders, name):
-    with pytest.raises(ValueError, match=rf"policy\.generation\.vllm_kwargs\.{name}\b"):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *OWNED.items(),
+        ("max_num_seq", "did you mean max_num_seqs"),
+        ("é", "remove it"),
+    ],
+)
+def test_vllm_kwargs_that_would_be_ignored_are_refused(folders, name, reason):
+    with pytest.raises(ValueError, match=rf"policy\.generation\.vllm_kwargs\.{name}\b.*{reason}"):
         vllm.open_engine(config(vllm_kwargs={name: 3}), str(folders["qwen3"]))
 
 

@@ -27,13 +27,14 @@ def vllm_imports() -> None:
 def test_every_argument_that_the_engine_gives_is_one_of_vllms():
     from vllm.engine.arg_utils import EngineArgs
 
-    from minirl.backends import vllm
+    from minirl.backends import vllm_arguments
 
     known = {field.name for field in fields(EngineArgs)}
+    assert known == vllm_arguments.known_arguments()
     given = {"enable_sleep_mode", "disable_log_stats", "use_tqdm_on_load", "seed"}
     given |= {"enable_chunked_prefill", "max_num_batched_tokens"}
     given |= {"kv_cache_memory_bytes", "block_size"}
-    assert given | set(vllm._OWNED) <= known
+    assert given | set(vllm_arguments.OWNED) <= known
 
 
 def test_the_values_that_the_engine_gives_are_vllms():

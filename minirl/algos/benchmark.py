@@ -19,12 +19,13 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from minirl.algos.translate import section_of, translated
 from minirl.config import GrpoRun, check_launch
 from minirl.loader import load, refuse
 from minirl.log import metrics_path, prepare_folder, read_metrics
+from minirl.yaml_files import REPLACE
 
 BACKENDS = ("dtensor", "megatron")
 SET_HERE = {
@@ -130,13 +131,19 @@ def planned(
             }
             texts = (
                 *overrides,
-                *(f"{k}={json.dumps(v, ensure_ascii=False)}" for k, v in (other | own).items()),
+                *(f"{key}={_written(value)}" for key, value in (other | own).items()),
             )
             run = load(recipe, texts, GrpoRun)
             if num_ranks is not None:
                 check_launch(run, num_ranks)
             runs.append(Run(f"{recipe.stem} {backend}", folder, ("--config", str(recipe), *texts)))
     return runs
+
+
+def _written(value: object) -> str:
+    """A value for an override; a mapping is the whole section."""
+    whole = {**cast("dict[str, Any]", value), REPLACE: True} if isinstance(value, dict) else value
+    return json.dumps(whole, ensure_ascii=False)
 
 
 def _refuse_overlap(overrides: Sequence[str], keys: Collection[str], who: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from minirl.backends import check_policy, decided, open_backend, with_own_config
 from minirl.backends.hf_files import as_in_checkpoint, local_folder, read_weights, weight_types
 from minirl.checkpoint import latest
+from minirl.files import writing
 from minirl.hf import check_model
 from minirl.parallel import Axis, gather
 from minirl.policy_config import PolicyConfig
@@ -124,14 +125,15 @@ def _write(
     whole |= read_weights(source, untrained)
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    save_torch_state_dict(whole, part, max_shard_size=max_shard_size, metadata={"format": "pt"})
-    for file in sorted({f for pattern in COMPANIONS for f in source.glob(pattern)}):
-        shutil.copyfile(file, part / file.name)
-    for file in part.iterdir():
-        # Files of weights are made as temporary ones, which nobody else may read.
-        file.chmod((part / "config.json").stat().st_mode)
-    part.rename(folder)
+    with writing(part):
+        part.mkdir(parents=True)
+        save_torch_state_dict(whole, part, max_shard_size=max_shard_size, metadata={"format": "pt"})
+        for file in sorted({f for pattern in COMPANIONS for f in source.glob(pattern)}):
+            shutil.copyfile(file, part / file.name)
+        for file in part.iterdir():
+            # Files of weights are made as temporary ones, which nobody else may read.
+            file.chmod((part / "config.json").stat().st_mode)
+        part.rename(folder)
     return Exported(folder, sum(x.numel() * x.element_size() for x in whole.values()), untrained)
 
 

@@ -22,6 +22,7 @@ from minirl.backends.dtensor import open_backend
 from minirl.chat import Tokenizer, load_tokenizer
 from minirl.config import GrpoRun
 from minirl.data import draw, load_datasets
+from minirl.files import writing
 from minirl.log import say
 from minirl.parallel import Axis
 from minirl.policy_config import OptimizerConfig, ScheduleConfig, TokenizerConfig
@@ -72,13 +73,14 @@ def make(run: GrpoRun, axis: Axis, *, seed: int, steps: int = SFT_STEPS) -> bool
     say(f"making {folder} by {steps} steps of SFT, once ...")
     aside = folder.with_name(folder.name + ".part")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    save_tokenizer(aside)
-    save_random_model(aside, seed)
-    warm_start(aside, run, axis, seed=seed, steps=steps)
-    (aside / stamp.name).write_text(json.dumps(facts))
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    with writing(aside):
+        aside.mkdir(parents=True)
+        save_tokenizer(aside)
+        save_random_model(aside, seed)
+        warm_start(aside, run, axis, seed=seed, steps=steps)
+        (aside / stamp.name).write_text(json.dumps(facts))
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
     return True
 
 

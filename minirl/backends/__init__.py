@@ -60,8 +60,12 @@ def check_policy(cfg: PolicyConfig) -> None:
     Raises:
         ValueError: an optimizer or a schedule does not exist or does not take its arguments; or
             the layout, overrides or Megatron's settings do not fit the model, the machine or the
-            installed packages.
+            installed packages; or the engine does not know its arguments.
     """
+    if cfg.generation.backend == "vllm":
+        from minirl.backends import vllm_arguments
+
+        vllm_arguments.check_kwargs(cfg.generation.vllm_kwargs)
     cfg = with_own_config(cfg)
     if cfg.dtensor_cfg.enabled:
         from minirl.backends import dtensor_fit, optim

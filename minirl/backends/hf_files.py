@@ -4,7 +4,6 @@ transformers holds some weights in another form than checkpoints do: all experts
 tensor, say. Its loading converts one to the other, and can be run backward.
 """
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from minirl.hf import read_config, skeleton
+from minirl.hf import read_config, shards, skeleton
 
 TYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -39,7 +38,7 @@ def weight_types(folder: Path) -> dict[str, torch.dtype]:
         ValueError: a weight is quantised, so that it is not a number for a parameter.
     """
     types: dict[str, torch.dtype] = {}
-    for file in _files_of_weights(folder):
+    for file in shards(folder, "policy.model_name"):
         with _open(file) as opened:
             kinds = {str(name): opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 # safe_open cannot be iterated
         odd = {name: kind for name, kind in kinds.items() if kind not in TYPES}
@@ -55,7 +54,7 @@ def weight_types(folder: Path) -> dict[str, torch.dtype]:
 def read_weights(folder: Path, names: Collection[str]) -> dict[str, Tensor]:
     """Some weights of a model's folder."""
     found: dict[str, Tensor] = {}
-    for file in _files_of_weights(folder):
+    for file in shards(folder, "policy.model_name"):
         with _open(file) as opened:
             found |= {name: opened.get_tensor(name) for name in set(names) & set(opened.keys())}
     return found
@@ -65,14 +64,6 @@ def _open(file: Path) -> Any:
     from safetensors import safe_open
 
     return cast(Any, safe_open)(file, framework="pt")
-
-
-def _files_of_weights(folder: Path) -> list[Path]:
-    """Those that the index names; without one, all (copies in other forms are not in the index)."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return sorted(folder.glob("*.safetensors"))
-    return sorted({folder / f for f in json.loads(index.read_text())["weight_map"].values()})
 
 
 def as_on_disk(model: Any, name: str, weight: Tensor) -> list[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from minirl.backends.megatron_bridge import core
 from minirl.backends.megatron_setup import Built, Chunk
+from minirl.files import read_object
 
 VALUES, RUN_CONFIG = "state.json", "run_config.yaml"
 LAYOUT = {
@@ -72,10 +73,7 @@ def load_(folder: Path, built: Built) -> dict[str, Any]:
     file = folder / VALUES
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} is no complete checkpoint: it has no {VALUES}")
-    try:
-        values: dict[str, Any] = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{str(folder)!r} is no complete checkpoint: {VALUES}: {error}") from error
+    values = read_object(file, f"{str(folder)!r} is no complete checkpoint: {VALUES}")
     if "param_groups" in values:
         raise ValueError(
             f"{str(folder)!r} was saved by the FSDP2 backend: set policy.dtensor_cfg.enabled to "

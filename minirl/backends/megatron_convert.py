@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from minirl.backends import megatron_ckpt, megatron_setup
 from minirl.backends.megatron_bridge import has_transformer_engine
+from minirl.files import read_object, writing
 from minirl.hf import model_facts, weight_files
 from minirl.megatron_auto import decided
 from minirl.megatron_config import MegatronConfig
@@ -190,10 +191,9 @@ def _found(folder: Path) -> dict[str, str] | None:
     if not file.is_file():
         return None
     try:
-        facts = json.loads(file.read_text())
+        return read_object(file, "")
     except ValueError:
         return None  # torn: made again
-    return cast("dict[str, str]", facts) if isinstance(facts, dict) else None
 
 
 def _convert(cfg: PolicyConfig, folder: Path, facts: dict[str, str], lock: _Lock) -> Iterator[None]:
@@ -201,19 +201,23 @@ def _convert(cfg: PolicyConfig, folder: Path, facts: dict[str, str], lock: _Lock
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     target = part / ITERATION
-    target.mkdir(parents=True)
     settings, log = part / "policy.json", part / "log.txt"
-    settings.write_bytes(msgspec.json.encode(_alone(cfg)))
+    with writing(part):
+        target.mkdir(parents=True)
+        settings.write_bytes(msgspec.json.encode(_alone(cfg)))
     command = [sys.executable, "-m", "minirl.backends.megatron_convert", str(settings), str(target)]
     status = yield from _run(command, log, lock)
     if status:
         found = map(REASON.match, log.read_text(errors="replace").splitlines())
         reasons = [match[1] for match in found if match]
+        # On a full disk the reason could not be written either.
+        free = f"{shutil.disk_usage(part).free / 1e6:.1f} MB are free there"
         raise ValueError(
             f"policy.model_name: {cfg.model_name!r} could not be converted to Megatron's format: "
-            f"{reasons[-1] if reasons else f'exit status {status}'} (see {str(log)!r})"
+            f"{reasons[-1] if reasons else f'exit status {status}'} (see {str(log)!r}; {free})"
         )
-    (target / FACTS).write_text(json.dumps(facts, indent=1))
+    with writing(part):
+        (target / FACTS).write_text(json.dumps(facts, indent=1))
     settings.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
@@ -286,8 +290,9 @@ def convert(cfg: PolicyConfig, target: Path) -> None:
                 f"its files lack these weights, or have NaN in them: {names[:5]} "
                 f"({len(names)} in all)"
             )
-        megatron_ckpt.write_tensors(target, megatron_ckpt.model_state(chunks))
-        megatron_ckpt.write_run_config(target, provider)
+        with writing(target):
+            megatron_ckpt.write_tensors(target, megatron_ckpt.model_state(chunks))
+            megatron_ckpt.write_run_config(target, provider)
 
 
 def _hugging_face_names(bridge: Any, parameter: str) -> list[str]:

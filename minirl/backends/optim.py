@@ -7,6 +7,7 @@ The unit of a schedule is a step of the algorithm (one rollout and its updates),
 
 import importlib
 import json
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 
 from minirl.backends.norms import local_shard
+from minirl.files import shorten
+from minirl.loader import is_file_name, module_instead, refuse
 from minirl.policy_config import PolicyConfig
 
 C = TypeVar("C")
@@ -32,7 +35,13 @@ def check(cfg: PolicyConfig) -> None:
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     weight.grad = torch.zeros(1, 1)
     built, schedule = build(cfg, [weight])
-    built.step()
+    try:
+        built.step()
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"policy.optimizer.name: {type(built).__name__} cannot take a step from gradients "
+            f"alone ({error}); use another, such as torch.optim.AdamW"
+        ) from error
     if schedule is not None:
         try:
             advance_(schedule)
@@ -95,17 +104,36 @@ def advance_(schedule: LRScheduler) -> None:
         schedule.step()
 
 
+def imported(module: str, name: str, key: str) -> object:
+    """What `module` has under `name`; None if it has no such thing.
+
+    Raises:
+        ValueError: the module cannot be imported, or comes with Python: that is nobody's optimizer,
+            and importing some of it has effects.
+    """
+    shown = f"{key}: cannot import {shorten(module)!r}"
+    refuse(is_file_name(module), f"{shown}, a file; {module_instead(module)}")
+    names = module.split(".")
+    refuse(not all(map(str.isidentifier, names)), f"{shown}: it is no name of a module")
+    refuse(
+        names[0] in sys.stdlib_module_names,
+        f"{shown}: it belongs to Python's standard library, which has nothing of that kind",
+    )
+    try:
+        return vars(importlib.import_module(module)).get(name)
+    except Exception as error:  # a module of the user's may raise anything
+        raise ValueError(f"{shown} ({shorten(str(error))})") from error
+
+
 def _class_at(path: str, base: type[C], key: str) -> type[C]:
     module, _, name = path.rpartition(".")
-    try:
-        found = vars(importlib.import_module(module)).get(name) if module else None
-    except ImportError as error:
-        raise ValueError(f"{key}: cannot import {path!r} ({error})") from error
-    if isinstance(found, type) and issubclass(found, base):
+    found = imported(module, name, key) if module else None
+    if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
+    is_what = "nothing" if found is None else shorten(repr(cast("object", found)))
     raise ValueError(
-        f"{key}: {path!r} is no {base.__name__}; give its import path, "
-        "such as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR"
+        f"{key}: {shorten(path)!r} is no {base.__name__} but {is_what}; give the import path of "
+        "one, such as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR"
     )
 
 
@@ -114,7 +142,9 @@ def _construct(cls: type[C], key: str, first: object, kwargs: dict[str, Any]) ->
     try:
         return make(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs} ({error})") from error
+        raise ValueError(
+            f"{key}.kwargs: {cls.__name__} refuses {shorten(str(kwargs))} ({error})"
+        ) from error
 
 
 def settings(optimizer: Optimizer) -> dict[str, object]:

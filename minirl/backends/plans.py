@@ -11,7 +11,6 @@ Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthika
 (sequence parallelism), arXiv:2205.05198, section 4.2.
 """
 
-import importlib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -30,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from minirl.backends.experts import Share
+from minirl.backends.optim import imported
 from minirl.megatron_fit import num_experts
 
 Given: TypeAlias = Literal[
@@ -114,11 +114,7 @@ def find_plan(model_type: str, custom: str | None) -> Plan:
             f"name it by {key}, or use megatron_cfg"
         )
     module, _, name = custom.partition(":")
-    try:
-        absolute = bool(name and module) and not module.startswith(".")
-        plan = vars(importlib.import_module(module)).get(name) if absolute else None
-    except ImportError as error:
-        raise ValueError(f"{key}: cannot import {custom!r} ({error})") from error
+    plan = imported(module, name, key) if module and name else None
     parts = get_args(Given)
     if isinstance(plan, Mapping) and all(part in parts for part in cast("Plan", plan).values()):
         return cast("Plan", plan)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from minirl.files import read_object
 from minirl.parallel import Axis
 
 VALUES = "state.json"
@@ -56,10 +57,7 @@ def read_values(folder: Path) -> dict[str, Any]:
     file = folder / VALUES
     if not file.is_file():
         raise ValueError(f"{str(folder)!r} is no complete checkpoint: it has no {VALUES}")
-    try:
-        values: dict[str, Any] = dict(json.loads(file.read_text()))
-    except ValueError as error:
-        raise ValueError(f"{str(folder)!r} is no complete checkpoint: {VALUES}: {error}") from error
+    values = read_object(file, f"{str(folder)!r} is no complete checkpoint: {VALUES}")
     if "param_groups" not in values:
         raise ValueError(
             f"{str(folder)!r} was saved by the Megatron backend: set policy.megatron_cfg.enabled "

@@ -24,7 +24,6 @@ import random
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -33,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minirl.backends.vllm_arguments import check_kwargs
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
 from minirl.hf import read_config
 from minirl.parallel import launched_size
@@ -41,23 +41,6 @@ from minirl.types import Completion
 
 Shape: TypeAlias = tuple[int, ...]
 HEAD = "lm_head.weight"
-
-_OWNED = {
-    "model": "set policy.model_name",
-    "tokenizer": "set policy.tokenizer.name",
-    "dtype": "set policy.generation.vllm_cfg.precision",
-    "max_model_len": "set policy.generation.vllm_cfg.max_model_len",
-    "gpu_memory_utilization": "set policy.generation.vllm_cfg.gpu_memory_utilization",
-    "enforce_eager": "set policy.generation.vllm_cfg.enforce_eager",
-    "logprobs_mode": "the trainer needs processed log-probs",
-    "generation_config": "what policy.generation says is all",
-    "seed": "every sample has its own, from grpo.seed",
-    "distributed_executor_backend": "every rank drives its own engine",
-    "tensor_parallel_size": "every rank drives its own engine",
-    "pipeline_parallel_size": "every rank drives its own engine",
-    "data_parallel_size": "every rank drives its own engine",
-}
-"""Arguments of `vllm.LLM` that `vllm_kwargs` may not set, and why or where else."""
 
 
 def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None = None) -> Engine:
@@ -75,6 +58,7 @@ def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None
             f"WORLD_SIZE is {launched_size()} but no process group exists: open "
             "minirl.parallel.world before the engine, or vLLM makes a world of one in every rank"
         )
+    check_kwargs(cfg.vllm_kwargs)
     with _contained():
         llm = _build(cfg, model_path, tokenizer or model_path)
     return _engine_of(llm, _weight_shapes(model_path), eager=cfg.vllm_cfg.enforce_eager)
@@ -126,10 +110,8 @@ def _build(cfg: GenerationConfig, model_path: str, tokenizer: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from vllm import LLM
-        from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform
 
-    _check_kwargs(cfg.vllm_kwargs, {field.name for field in fields(EngineArgs)})
     on_cpu = current_platform.is_cpu()
     if on_cpu:
         _keep_weights()
@@ -168,18 +150,6 @@ def _cpu_defaults(cfg: GenerationConfig) -> dict[str, Any]:
         "kv_cache_memory_bytes": 512 << 20,
         "block_size": 32,
     }
-
-
-def _check_kwargs(kwargs: Mapping[str, object], known: set[str]) -> None:
-    for name in kwargs:
-        if name in _OWNED:
-            raise ValueError(
-                f"policy.generation.vllm_kwargs.{name} may not be set here: {_OWNED[name]}"
-            )
-        if name not in known:
-            raise ValueError(
-                f"policy.generation.vllm_kwargs.{name}: vLLM's EngineArgs has no such field"
-            )
 
 
 def _keep_weights() -> None:
