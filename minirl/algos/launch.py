@@ -1,7 +1,7 @@
 """From a config to a finished GRPO run: everything is checked, then opened, then the loop runs.
 
 In order of cost: the config, the number of ranks, the model's folder, the tokenizer, the data, the
-reward function, the checkpoint that it goes on from. Then the run's folders are locked, the model is
+reward function, the checkpoint it goes on from. Then the folders are locked, the model is
 opened, and the engine last, since a closing engine takes the process group with it. Nothing else is
 written before all of this has passed.
 """

@@ -6,7 +6,6 @@ The unit of a schedule is a step of the algorithm (one rollout and its updates),
 """
 
 import importlib
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -115,9 +114,3 @@ def _construct(cls: type[C], key: str, first: object, kwargs: dict[str, Any]) ->
         return make(first, **kwargs)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs} ({error})") from error
-
-
-def settings(optimizer: Optimizer) -> dict[str, object]:
-    """The optimizer's class and arguments, as JSON holds them: a checkpoint must agree."""
-    facts = {"class": type(optimizer).__name__, **optimizer.defaults}
-    return dict(json.loads(json.dumps(facts, default=str)))
