@@ -21,7 +21,7 @@ from minirl.algos.benchmark import (
     table,
     window_of,
 )
-from minirl.log import say, user_errors
+from minirl.log import run_command, say, user_errors
 
 
 def main(
@@ -69,4 +69,4 @@ def main(
 if __name__ == "__main__":
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
-    app()
+    run_command(app)

@@ -6,7 +6,7 @@ python bin/check_gpu.py
 import typer
 
 from minirl.algos.gpu_check import check
-from minirl.log import say, user_errors
+from minirl.log import run_command, say, user_errors
 from minirl.parallel import world
 
 
@@ -30,4 +30,4 @@ def main() -> None:
 if __name__ == "__main__":
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
-    app()
+    run_command(app)

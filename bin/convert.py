@@ -12,7 +12,7 @@ import typer
 from minirl.algos import export
 from minirl.config import GrpoRun
 from minirl.loader import load
-from minirl.log import say, user_errors
+from minirl.log import run_command, say, user_errors
 from minirl.parallel import world
 
 Config = Annotated[Path, typer.Option(help="The run's YAML file.")]
@@ -54,4 +54,4 @@ def to_megatron(config: Config, overrides: Overrides = None) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    run_command(app)

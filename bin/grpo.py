@@ -11,7 +11,7 @@ import typer
 from minirl.algos.launch import resolved, run_grpo
 from minirl.config import GrpoRun
 from minirl.loader import dump, load
-from minirl.log import say, user_errors
+from minirl.log import run_command, say, user_errors
 
 
 def main(
@@ -30,13 +30,13 @@ def main(
     """Run the training that CONFIG describes, on as many processes as torchrun started."""
     with user_errors():
         run = load(config, overrides or [], GrpoRun)
-    if print_config:
-        say(dump(resolved(run)))
-    else:
-        run_grpo(run)
+        if print_config:
+            say(dump(resolved(run)))
+        else:
+            run_grpo(run)
 
 
 if __name__ == "__main__":
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
-    app()
+    run_command(app)

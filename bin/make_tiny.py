@@ -11,7 +11,7 @@ import typer
 from minirl.algos import tiny
 from minirl.config import GrpoRun
 from minirl.loader import load
-from minirl.log import say, user_errors
+from minirl.log import run_command, say, user_errors
 from minirl.parallel import world
 
 
@@ -33,4 +33,4 @@ def main(
 if __name__ == "__main__":
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(main)
-    app()
+    run_command(app)

@@ -71,6 +71,7 @@ Contracts: records of functions, and what is built on them alone
     cost.py                    the work of a sequence, from its model's matrices
     flops.py                   the operations a model needs, and what a device could do
     checkpoint.py              a run's folder of saved states
+    ownership.py               whose a run's folders are
     update.py                  one optimizer update: global counts, then additive losses
 
 Backends: the only mutable objects; each file alone imports its dependency

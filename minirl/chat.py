@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         bos_token_id: int | None
         eos_token_id: int | None
         apply_chat_template: Callable[..., list[str]]
+        get_vocab: Callable[[], Mapping[str, int]]
         batch_decode: Callable[..., list[str]]
         __call__: Callable[..., Mapping[str, list[list[int]]]]
 
@@ -167,6 +168,11 @@ def decode(tokenizer: Tokenizer, completions: Sequence[Sequence[int]]) -> list[s
         skip_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Tokens from this id on have no text."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def stop_token_ids(

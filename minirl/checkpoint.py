@@ -2,10 +2,11 @@
 
 A folder is written under another name and renamed when every rank is done, so one that exists
 under its own name can be read. What is inside is the backend's business, but for
-the samples that wait to be trained on.
+the samples that wait to be trained on and what tells the run from others.
 """
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -22,9 +23,17 @@ M = TypeVar("M")
 
 SURPLUS = "surplus.json"
 """The samples that were drawn and not yet trained on."""
+IDENTITY = "identity.json"
+"""What tells the run from others: see `minirl.ownership`."""
 
 
-def save(backend: Backend[M], state: TrainState[M], run: Path, axis: Axis) -> Path:
+def save(
+    backend: Backend[M],
+    state: TrainState[M],
+    run: Path,
+    axis: Axis,
+    identity: Mapping[str, object],
+) -> Path:
     """Writes the state into `run/step_N`, replacing what was there, and returns that folder.
 
     Collective: every rank of `axis` calls this; `run` is on a file system that they share.
@@ -43,6 +52,7 @@ def save(backend: Backend[M], state: TrainState[M], run: Path, axis: Axis) -> Pa
         barrier(axis)
         if axis.rank == 0:
             (part / SURPLUS).write_bytes(msgspec.json.encode(state.surplus))
+            (part / IDENTITY).write_bytes(msgspec.json.encode(identity))
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
     barrier(axis)

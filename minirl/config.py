@@ -8,10 +8,10 @@ msgspec checks types there, not in constructors. A key exists only if code reads
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from minirl.data_config import DataConfig
-from minirl.loader import Count, Positive, Section, refuse
+from minirl.loader import Count, Positive, Section, default, refuse
 from minirl.loss_config import AdvEstimatorConfig, LossConfig, refuse_inert
 from minirl.policy_config import PolicyConfig, data_parallel_size, has_fixed_rows, multiples
 from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
@@ -83,18 +83,22 @@ class EnvConfig(Section, frozen=True):
     Not in NeMo-RL."""
 
 
-class CheckpointingConfig(Section, frozen=True):
+class CheckpointingConfig(Section, frozen=True, kw_only=True):
     """`checkpointing`."""
 
     enabled: bool = True
-    checkpoint_dir: Annotated[str, Meta(min_length=1)] = "results/grpo"
+    checkpoint_dir: Annotated[str, Meta(min_length=1), default("results/${recipe:}")]
+    """In NeMo-RL results/grpo; here, as `logger.log_dir`, by the name of the config file."""
     save_period: Count = 10
+    allowed_changes: list[str] = field(default_factory=list[str])
+    """Keys or sections in which a checkpoint may differ from the run that goes on from it, beside
+    those that change no result. Not in NeMo-RL, which compares nothing."""
 
 
-class LoggerConfig(Section, frozen=True):
+class LoggerConfig(Section, frozen=True, kw_only=True):
     """`logger`."""
 
-    log_dir: Annotated[str, Meta(min_length=1)] = "logs"
+    log_dir: Annotated[str, Meta(min_length=1), default("logs/${recipe:}")]
     num_val_samples_to_print: Annotated[int, Meta(ge=0)] = 0
 
 
@@ -106,8 +110,8 @@ class GrpoRun(Section, frozen=True, kw_only=True):
     policy: PolicyConfig
     data: DataConfig
     env: EnvConfig = EnvConfig()
-    checkpointing: CheckpointingConfig = CheckpointingConfig()
-    logger: LoggerConfig = LoggerConfig()
+    checkpointing: CheckpointingConfig
+    logger: LoggerConfig
 
     def __post_init__(self) -> None:
         """Rules that concern more than one section."""

@@ -91,13 +91,14 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[S]) -> S:
 
     `defaults: FILE` or a list of files, relative to the file that says so, is what its keys are
     merged into, and overrides into those: see `minirl.yaml_files`.
-    `${a.b}`, `${.sibling}`, `${mul:${a.b},2}` and `${sub:${a.b},1}` stand for other values.
+    `${a.b}`, `${.sibling}`, `${mul:${a.b},2}` and `${sub:${a.b},1}` stand for other values,
+    `${recipe:}` in a default for the name of the file.
 
     Raises:
         ValueError: a file, an override, a key, a value or a combination of them is wrong.
     """
     layers = [*read(Path(path)), *(override(text) for text in overrides)]
-    tree = _fill(merged(layers), cls)
+    tree = _fill(merged(layers), cls, Path(path).stem)
     # Strongest first; what no layer sets is missing in `path`.
     layers = [*reversed(layers), Layer(str(path), {})]
     known = list(_keys(cls, ""))
@@ -145,26 +146,27 @@ def _keys(kind: Kind, path: str) -> Iterator[str]:
         yield from _keys(field.type, join(path, field.name))
 
 
-def _fill(tree: Tree, kind: Kind) -> Tree:
+def _fill(tree: Tree, kind: Kind, recipe: str) -> Tree:
     """`tree` and the defaults of what it leaves out, in the schema's order."""
     section, item = _sections(kind)
     if isinstance(tree, list) and item is not None:
-        return [_fill(value, item) for value in tree]
+        return [_fill(value, item, recipe) for value in tree]
     if not isinstance(tree, dict) or section is None:
         return tree
     filled: dict[str, Any] = {}
     for field in structs.fields(section):
         info = inspect.type_info(field.type)
         if field.name in tree:
-            filled[field.name] = _fill(tree[field.name], field.type)
+            filled[field.name] = _fill(tree[field.name], field.type, recipe)
         elif isinstance(info, inspect.Metadata) and info.extra is not None:
-            filled[field.name] = cast("str", info.extra["default"])
+            made = cast("str", info.extra["default"])
+            filled[field.name] = made.replace("${recipe:}", str(_escape(recipe)))
         elif field.default is not NODEFAULT:
             filled[field.name] = _escape(msgspec.to_builtins(field.default))
         elif field.default_factory is not NODEFAULT:
             filled[field.name] = _escape(msgspec.to_builtins(field.default_factory()))
         elif isinstance(info, inspect.StructType):
-            filled[field.name] = _fill({}, field.type)
+            filled[field.name] = _fill({}, field.type, recipe)
     return filled | {name: value for name, value in tree.items() if name not in filled}
 
 

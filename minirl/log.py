@@ -11,7 +11,9 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,17 +77,13 @@ def prepare_folder(folder: Path, key: str) -> None:
 
 
 def prepare_run_dir(run_dir: Path, config_yaml: str, *, resumed_step: int) -> None:
-    """Makes the run folder and writes the resolved config into it, on the first rank.
+    """Writes the resolved config into the run folder, which exists, on the first rank.
 
     An earlier `metrics.jsonl` is kept under a numbered name; the new one begins with its lines up
     to `resumed_step` (0: none), since the steps after that are taken again.
-
-    Raises:
-        ValueError: the folder cannot be made or written.
     """
     if not is_first_rank():
         return
-    prepare_folder(run_dir, "logger.log_dir")
     with writing(run_dir / "config.yaml"):
         (run_dir / "config.yaml").write_text(config_yaml, encoding="utf-8")
     path = metrics_path(run_dir)
@@ -165,6 +163,11 @@ ALARMS = {
     "train/empty_updates": "updates had nothing to train on and were left out",
     "train/nonfinite_updates": "updates had a gradient that is not finite and were left out",
     "train/overflow_tokens": "tokens had log-probs too far apart for their ratio",
+    "train/without_advantage": "step had nothing but advantages of 0 (every group got one reward "
+    "throughout) and taught nothing; use problems that are neither too hard nor too easy, more "
+    "grpo.num_generations_per_prompt, or grpo.use_dynamic_sampling",
+    "train/tokens_without_text": "sampled tokens are beyond the tokenizer's vocabulary and have no "
+    "text; was policy.model_name trained with policy.tokenizer.name?",
     "train/verifier_timeouts": "answers exceeded env.timeout_s and were worth 0",
     "train/verifier_failures": "answers broke the verifier and were worth 0",
 }
@@ -216,18 +219,86 @@ def say(text: str) -> None:
         _print(text)
 
 
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Ends the process with status 2 and the message of a ValueError: one in what the user gave.
+def run_command(app: Callable[..., object]) -> None:
+    """Runs a command line to its end; a wrong argument is told as any other error."""
+    import typer
 
-    For what every rank checks alike: the message is shown once, by the first. Set
-    MINIRL_TRACEBACK=1 to see where it was raised.
+    with user_errors():
+        try:
+            status = app(standalone_mode=False)
+        except typer.TyperException as error:
+            raise ValueError(f"{error.format_message()} (--help shows the command)") from error
+    raise SystemExit(status)
+
+
+GRACE_S = 30.0
+"""How long a rank that failed may take to close what it opened."""
+
+
+@contextmanager
+def user_errors(folder: Path | None = None) -> Iterator[None]:
+    """Ends the process with status 2 and a message: the last that the terminal shows, and once.
+
+    Of ValueErrors it is all there is to say until a run has its `folder`. Of the rest the traceback
+    goes to a file, there if it is given, which the message names; MINIRL_TRACEBACK=1 shows it
+    instead. Ctrl-C ends the process without a word.
+
+    To be entered last, so that the message is out before anything is closed.
     """
     try:
         yield
-    except ValueError as error:
-        if os.environ.get("MINIRL_TRACEBACK"):
-            raise
-        if is_first_rank():
-            sys.stderr.write(f"error: {error}\n")
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        _tell(_message(error, folder))
         raise SystemExit(2) from error
+
+
+def _message(error: Exception, folder: Path | None) -> str:
+    trace = "".join(traceback.format_exception(error))
+    if os.environ.get("MINIRL_TRACEBACK"):
+        return trace.rstrip()
+    if not isinstance(error, ValueError):
+        return f"error: {type(error).__name__}: {error}\ntraceback: {_kept(trace, folder)}"
+    return f"error: {error}" + (f"\ntraceback: {_kept(trace, folder)}" if folder else "")
+
+
+def _kept(trace: str, folder: Path | None) -> str:
+    """Where the traceback was written: not into the folder if that is what failed."""
+    name = f"traceback-rank{os.environ.get('RANK', '0')}.txt"
+    for place in (folder, None):
+        try:
+            path = (place or Path(tempfile.mkdtemp(prefix="minirl-"))) / name
+            path.write_text(trace, errors="backslashreplace")
+        except OSError as problem:
+            reason = problem.strerror
+        else:
+            return str(path)
+    return f"lost ({reason})"
+
+
+def _tell(text: str) -> None:
+    """Shows why this process ends.
+
+    Under torchrun the message goes into the file that torchrun's report shows at the very end, by
+    one rank of a host: the first that fails. The others fail because of it, and wait to be ended.
+
+    Source: torch/distributed/elastic/multiprocessing/errors (2.13), `ProcessFailure`.
+    """
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    report = Path(place) if place else None
+    try:
+        if report is None:
+            sys.stderr.write(f"{text}\n")
+        elif not report.exists():  # else this rank has told why, and then failed to close
+            (report.parents[1] / "told").touch(exist_ok=False)
+            told = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
+            report.write_text(json.dumps({"message": told}))
+            # Closing may wait for ranks that wait for this one.
+            late = threading.Timer(GRACE_S, os._exit, [2])
+            late.daemon = True
+            late.start()
+    except FileExistsError:
+        time.sleep(2 * GRACE_S)
+    except OSError:
+        sys.stderr.write(f"{text}\n")

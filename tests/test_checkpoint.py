@@ -1,5 +1,6 @@
 """Checkpoint folders: complete or absent, found by step, read back whole."""
 
+import json
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ def test_a_checkpoint_gives_back_weights_and_values(opened, tmp_path):
     state, _ = backend.update_(state, [make_work(make_samples(2))])
     state = backend.end_step_(after_draw(state, 8, [SURPLUS, SURPLUS]))
     saved, weights = state, exported(backend, state)
-    folder = save(backend, state, tmp_path / "run", axis)
+    folder = save(backend, state, tmp_path / "run", axis, {"grpo.seed": 1})
+    assert json.loads((folder / "identity.json").read_text()) == {"grpo.seed": 1}
     state, _ = backend.update_(after_draw(state, 16), [make_work(make_samples(2))])
     assert distance(exported(backend, state), weights) > 0
     state = load_(backend, state, folder)
@@ -49,7 +51,7 @@ def test_the_latest_complete_checkpoint_is_found_by_number(opened, tmp_path):
     for _ in range(10):
         state = backend.end_step_(state)
         if state.step in (2, 9, 10):
-            folder = save(backend, state, run, axis)
+            folder = save(backend, state, run, axis, {})
             assert latest(run) == (state.step, folder) == (state.step, run / f"step_{state.step}")
     (run / "step_99.part").mkdir()
     assert latest(run) == (10, run / "step_10")
@@ -58,7 +60,7 @@ def test_the_latest_complete_checkpoint_is_found_by_number(opened, tmp_path):
 @pytest.mark.parametrize("text", [None, "", '[{"trajectory"', "{}"])
 def test_a_checkpoint_whose_surplus_is_missing_or_torn_is_refused(opened, tmp_path, text):
     backend, state, axis = opened
-    folder = save(backend, after_draw(state, 8, [SURPLUS]), tmp_path / "run", axis)
+    folder = save(backend, after_draw(state, 8, [SURPLUS]), tmp_path / "run", axis, {})
     (folder / "surplus.json").unlink()
     if text is not None:
         (folder / "surplus.json").write_text(text)
@@ -93,6 +95,6 @@ def test_what_an_interrupted_save_left_is_replaced(opened, tmp_path):
     for name in ("step_0", "step_0.part"):
         (tmp_path / "run" / name).mkdir(parents=True)
         (tmp_path / "run" / name / "left_over").touch()
-    folder = save(backend, state, tmp_path / "run", axis)
+    folder = save(backend, state, tmp_path / "run", axis, {})
     assert not (folder / "left_over").exists()
     assert [f.name for f in (tmp_path / "run").iterdir()] == ["step_0"]

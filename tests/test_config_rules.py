@@ -96,14 +96,15 @@ RULES: list[tuple[list[str], list[str]]] = [
     ),
     (
         [
-            "data.train={_override_: true, dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd}"
+            "data.train={_override_: true, dataset_name: reasoning_gym, "
+            "env_name: reasoning_gym, task: gcd}"
         ],
         ["task_kwargs is {}", "set one"],
     ),
     (
         [
-            "data.train={_override_: true, dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd, "
-            "task_kwargs: {seed: 1}, input_key: question}"
+            "data.train={_override_: true, dataset_name: reasoning_gym, "
+            "env_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}, input_key: question}"
         ],
         ["input_key and output_key do not apply to reasoning_gym"],
     ),
@@ -116,7 +117,8 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["data.train.env_name=reasoning_gym"], ["env_name is reasoning_gym with dataset_name None"]),
     (
         [
-            "data.train={_override_: true, dataset_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}}"
+            "data.train={_override_: true, dataset_name: reasoning_gym, task: gcd, "
+            "task_kwargs: {seed: 1}}"
         ],
         ["env_name is math with dataset_name reasoning_gym"],
     ),

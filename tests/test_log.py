@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -87,13 +88,11 @@ def test_ranks_other_than_the_first_are_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("RANK", "1")
-    prepare_run_dir(tmp_path / "run", "a: 1\n", resumed_step=0)
+    prepare_run_dir(tmp_path / "run", "a: 1\n", resumed_step=0)  # not there, and not made
     with open_log(tmp_path / "run", 0, 1, rank=1) as log:
         log.step(1, {"a": 1.0})
         log.say("nothing")
     say("nothing")
-    with pytest.raises(SystemExit), user_errors():
-        raise ValueError("shown by the first rank")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr() == ("", "")
 
@@ -130,10 +129,38 @@ def test_a_line_that_a_killed_run_left_torn_is_not_read(tmp_path: Path):
     assert steps_of(metrics_path(tmp_path)) == [1, 2, 3]
 
 
-def test_a_run_folder_that_cannot_be_made_is_refused_by_its_key(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"logger\.log_dir: .*file/run.* cannot be written"):
-        prepare_run_dir(tmp_path / "file" / "run", "", resumed_step=0)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_is_told_by_whoever_has_it_with_its_traceback_in_a_file(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+    def told(error: BaseException, folder: Path | None) -> list[str]:
+        with pytest.raises(SystemExit) as ended, user_errors(folder):
+            raise error
+        assert ended.value.code == (130 if isinstance(error, KeyboardInterrupt) else 2)
+        return capsys.readouterr().err.splitlines()
+
+    assert told(ValueError("grpo.seed"), None) == ["error: grpo.seed"]
+    assert told(KeyboardInterrupt(), tmp_path) == []
+    own = f"traceback: {tmp_path}/traceback-rank{rank}.txt"
+    assert told(ValueError("grpo.seed"), tmp_path) == ["error: grpo.seed", own]
+    assert told(KeyError("x"), tmp_path) == ["error: KeyError: 'x'", own]
+    trace = (tmp_path / f"traceback-rank{rank}.txt").read_text()
+    assert trace.startswith("Traceback")
+    assert "raise error" in trace
+    for folder in (None, tmp_path / "nowhere"):
+        [first, second] = told(KeyError("x"), folder)
+        path = Path(second.removeprefix("traceback: "))
+        assert (first, path.read_text()[:9]) == ("error: KeyError: 'x'", "Traceback")
+        shutil.rmtree(path.parent)
+    monkeypatch.setenv("MINIRL_TRACEBACK", "1")
+    shown = told(ValueError("grpo.seed"), tmp_path)
+    assert (shown[0][:9], shown[-1]) == ("Traceback", "ValueError: grpo.seed")
 
 
 def test_a_full_disk_is_named_with_the_file_that_had_no_room(tmp_path: Path, capsys, monkeypatch):

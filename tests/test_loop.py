@@ -32,12 +32,17 @@ class Seen(NamedTuple):
     last: TrainState
 
 
-def go(plan: Plan, state: TrainState | None = None, **metrics: float) -> Seen:
+def go(
+    plan: Plan, state: TrainState | None = None, data: int | None = None, **metrics: float
+) -> Seen:
+    """`data` is the last step that there is enough of it for."""
     events: list[tuple[str, int]] = []
     lines: list[tuple[int, dict[str, float]]] = []
     said: list[str] = []
 
-    def step(at: TrainState) -> tuple[TrainState, dict[str, float]]:
+    def step(at: TrainState) -> tuple[TrainState, dict[str, float]] | None:
+        if at.step == data:
+            return None
         after = replace(at, step=at.step + 1)
         events.append(("step", after.step))
         return after, {"train/loss": float(after.step), **metrics}
@@ -96,6 +101,22 @@ def test_every_step_has_one_line_with_the_validation_that_follows_it(plan: Plan)
     for number, line in seen.lines:
         assert ("val/accuracy" in line) == (number in validated)
         assert ("train/loss" in line) == (number > 0)
+
+
+@given(plans, st.integers(0, 9), st.integers(0, 9))
+def test_data_that_ends_early_ends_the_run_as_its_last_step_would(plan: Plan, data: int, at: int):
+    data = min(data, plan.num_steps)
+    at = min(at, data)
+    seen = go(plan, replace(fresh(), step=at), data=data)
+    if at == data:  # nothing was done, so there is nothing to validate or save
+        assert seen.events == ([("val", 0)] if plan.val_at_start and at == 0 else [])
+    else:
+        assert set(seen.events) == set(expected(plan._replace(num_steps=data), at + 1))
+        assert len(seen.events) == len(set(seen.events))
+    assert seen.last.step == data
+    assert len(seen.said) == (data < plan.num_steps)
+    validated = {step for what, step in seen.events if what == "val"}
+    assert {step for step, line in seen.lines if "val/accuracy" in line} == validated
 
 
 def test_a_finished_run_does_nothing():

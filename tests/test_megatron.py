@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -296,17 +296,30 @@ def load_error(axis: Axis, cfg: PolicyConfig, folder: Path) -> str:
     return ""
 
 
+def rates(axis: Axis, cfg: PolicyConfig, folder: Path | None) -> list[tuple[float, ...]]:
+    """Rate, second beta and weight decay of each group in the fourth step, loaded or taken."""
+    backend, state = open_backend(cfg, axis, key_of(0))
+    for _ in range(0 if folder else 3):
+        state, _ = step(backend, state)
+    if folder:
+        state = backend.load_(state, folder)
+    groups = cast(Any, state.model).trainer.built.optimizer.param_groups
+    return [(g["lr"], g["betas"][1], g["weight_decay"]) for g in groups]
+
+
 def test_what_does_not_belong_to_the_run_is_refused(models: dict[str, str], tmp_path: Path) -> None:
     saved, cfg = tmp_path / "saved", config(models["qwen3"], scheduler=SCHEDULE)
     saved.mkdir()
     run_ranks(1, save_midway, cfg, saved)
-    faster = config(models["qwen3"], scheduler=SCHEDULE, optimizer=MegatronOptimizerConfig(lr=1.0))
     whole = structs.replace(cfg.megatron_cfg.optimizer, use_distributed_optimizer=False)
-    for other in (faster, config(models["qwen3"], scheduler=SCHEDULE, optimizer=whole)):
-        [message] = run_ranks(1, load_error, other, saved)
-        assert "set policy.megatron_cfg.optimizer as it was" in message
-    [message] = run_ranks(1, load_error, config(models["qwen3"]), saved)
-    assert "set policy.megatron_cfg.scheduler as it was" in message
+    other = config(models["qwen3"], scheduler=SCHEDULE, optimizer=whole)
+    [message] = run_ranks(1, load_error, other, saved)
+    assert "policy.megatron_cfg.optimizer.use_distributed_optimizer True, not False" in message
+    # Rates and their schedule are those of the config.
+    faster = structs.replace(cfg.megatron_cfg.optimizer, lr=2.0, min_lr=1.0, adam_beta2=0.5)
+    for schedule in (SCHEDULE, MegatronSchedulerConfig(lr_warmup_iters=9)):
+        other = config(models["qwen3"], scheduler=schedule, optimizer=faster)
+        assert run_ranks(1, rates, other, saved) == run_ranks(1, rates, other, None)
     [message] = run_ranks(1, load_error, config(models["qwen2"], scheduler=SCHEDULE), saved)
     assert "does not hold the model of policy.model_name" in message
     [message] = run_ranks(1, load_error, cfg, tmp_path)

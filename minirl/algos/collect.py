@@ -2,7 +2,8 @@
 
 Under dynamic sampling only groups whose scores differ are kept, and prompts are drawn until there
 are enough; what is left over waits in the state for the next step, and is then a little stale (the
-metric `staleness_max` counts the updates in between). Every rank samples its own
+metric `staleness_max` counts the updates in between). No prompt is drawn beyond the last pass over
+the data. Every rank samples its own
 share of the prompts and ends up with all samples, so that everything after is a pure function.
 """
 
@@ -49,6 +50,8 @@ class Parts(Generic[M]):
     """The work that a sample is for the model."""
     peak_flops: float | None = None
     """FLOP/s that one rank could do, if known."""
+    vocabulary: int | None = None
+    """Tokens from here on have no text; None: all have one."""
 
 
 def prompts_per_draw(cfg: GrpoConfig) -> int:
@@ -58,10 +61,12 @@ def prompts_per_draw(cfg: GrpoConfig) -> int:
 
 def collect(
     state: TrainState[M], on: Parts[M], cfg: GrpoConfig, seconds: dict[str, float]
-) -> tuple[TrainState[M], list[Sample], Metrics]:
+) -> tuple[TrainState[M], list[Sample], Metrics] | None:
     """The samples of this step, group by group, the same on every rank.
 
-    Collective: every rank calls it.
+    None: `max_num_epochs` passes over the data end before there are enough.
+
+    Collective: every rank calls it. Does not consume the state.
 
     Raises:
         ValueError: dynamic sampling found too few groups whose scores differ.
@@ -71,6 +76,8 @@ def collect(
     for attempt in range(cfg.dynamic_sampling_max_gen_batches):
         if len(kept) >= cfg.num_prompts_per_step:
             break
+        if state.cursor + prompts_per_draw(cfg) > len(on.dataset.prompts) * cfg.max_num_epochs:
+            return None
         state, samples = _draw_and_sample(state, on, cfg, attempt, seconds)
         groups = by_group(samples)
         kept += [g for g in groups if informative(g)] if cfg.use_dynamic_sampling else groups
@@ -86,12 +93,15 @@ def collect(
         )
     now, later = kept[: cfg.num_prompts_per_step], kept[cfg.num_prompts_per_step :]
     state = after_draw(state, state.cursor, regrouped(later))
-    return state, regrouped(now), _seen(seen) | {"staleness_max": _staleness(now, state.updates)}
+    drawn = _seen(seen, on.vocabulary)
+    return state, regrouped(now), drawn | {"staleness_max": _staleness(now, state.updates)}
 
 
-def _seen(samples: Sequence[Sample]) -> Metrics:
+def _seen(samples: Sequence[Sample], vocabulary: int | None) -> Metrics:
     """What was sampled in this step, also what is not trained."""
+    tokens = (t for s in samples for t in s.trajectory.tokens)
     totals = {
+        "tokens_without_text": sum(vocabulary is not None and t >= vocabulary for t in tokens),
         "sampled_groups": len(by_group(samples)),
         "sampled_tokens": sum(sum(s.trajectory.sampled) for s in samples),
         "verifier_timeouts": sum(s.score.timed_out for s in samples),

@@ -26,7 +26,7 @@ from minirl.flops import training_flops
 from minirl.log import timed
 from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
-from minirl.metrics import Max, Mean, Metrics, Sum, mean_over, merge, scalar, values
+from minirl.metrics import Max, Mean, Metrics, Min, Sum, mean_over, merge, scalar, values
 from minirl.mismatch import keep_matching_sequences
 from minirl.parallel import reduce_metrics, sum_tensor
 from minirl.rng import fold_in
@@ -40,14 +40,19 @@ M = TypeVar("M")
 
 def step(
     state: TrainState[M], on: Parts[M], cfg: GrpoRun
-) -> tuple[TrainState[M], dict[str, float]]:
+) -> tuple[TrainState[M], dict[str, float]] | None:
     """Fresh samples, the updates on them, and the new weights in the engine.
+
+    None, with `state` as it was: the data ends before there are samples for a step.
 
     Consumes: `state`. Collective: every rank calls it.
     """
     seconds = {"generation": 0.0, "reward": 0.0}
     with timed(seconds, "total"):
-        state, samples, drawn = collect(state, on, cfg.grpo, seconds)
+        collected = collect(state, on, cfg.grpo, seconds)
+        if collected is None:
+            return None
+        state, samples, drawn = collected
         on.engine.sleep_()
         plan = plan_of(state, samples, on, cfg)
         state, metrics = learn(state, samples, plan, on, cfg, seconds)
@@ -153,8 +158,11 @@ def prepare(
         ),
         rewards=torch.tensor([s.reward for s in mine]),
     )
+    trained = local.token_mask & sample_mask[:, None]
+    # On every rank: 1 where no advantage of any is other than 0.
+    seen |= {"without_advantage": Min(scalar(float(not found[trained].any())))}
     if entropy is not None:
-        seen |= {"entropy": mean_over(entropy[local.token_mask & sample_mask[:, None]])}
+        seen |= {"entropy": mean_over(entropy[trained])}
     return batch, reduce_metrics(seen, axis)
 
 

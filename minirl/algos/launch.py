@@ -1,8 +1,9 @@
 """From a config to a finished GRPO run: everything is checked, then opened, then the loop runs.
 
-In order of cost: the config, the number of ranks, the model's folder, the tokenizer, the data,
-the run folder, the reward function; only then the model, and the engine last, since a closing
-engine takes the process group with it.
+In order of cost: the config, the number of ranks, the model's folder, the tokenizer, the data, the
+reward function, the checkpoint it goes on from. Then the folders are locked, the model is
+opened, and the engine last, since a closing engine takes the process group with it. Nothing else is
+written before all of this has passed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from minirl.algos import grpo, loop
-from minirl.algos.collect import Parts, ScoreFn
+from minirl.algos.collect import Parts, ScoreFn, prompts_per_draw
 from minirl.algos.evaluate import Judged, accuracy, answer
 from minirl.backend import TrainState
 from minirl.backends import (
@@ -24,7 +25,7 @@ from minirl.backends import (
     open_engine,
     with_own_config,
 )
-from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids
+from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids, vocabulary_size
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
 from minirl.cost import Cost, cost_of
@@ -38,13 +39,13 @@ from minirl.log import (
     curve,
     metrics_path,
     open_log,
-    prepare_folder,
     prepare_run_dir,
     read_metrics,
     timed,
     user_errors,
 )
-from minirl.parallel import Axis, launched_size, world
+from minirl.ownership import Identity, check_allowed, check_identity, identity_of, locked
+from minirl.parallel import Axis, launched_size, require_equal, world
 from minirl.rewards import Answer, RewardFn, open_rewards
 from minirl.rng import fold_in, key_of
 from minirl.types import Prompt, Score, Trajectory
@@ -57,6 +58,16 @@ class Inputs(NamedTuple):
     data: Datasets
     sampling: Sampling
     cost: Cost
+    vocabulary: int | None = None
+    """Tokens from here on have no text; None: all have one."""
+
+
+class Origin(NamedTuple):
+    """Whether the run goes on from a checkpoint, and what tells it from other runs."""
+
+    identity: Identity
+    said: tuple[str, ...]
+    """What to say about it at the start."""
 
 
 def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
@@ -72,11 +83,12 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
     kwargs = run.policy.tokenizer.chat_template_kwargs
     data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
     _check_vocabulary(data, run)
-    if num_steps(run, data) == 0:
+    prompts, drawn = len(data.train.prompts), prompts_per_draw(run.grpo)
+    if prompts * run.grpo.max_num_epochs < drawn:
         raise ValueError(
-            f"{len(data.train.prompts)} training prompts x grpo.max_num_epochs "
-            f"{run.grpo.max_num_epochs} are fewer than grpo.num_prompts_per_step "
-            f"{run.grpo.num_prompts_per_step}: not one step; use more data or more epochs"
+            f"{prompts} training prompts x grpo.max_num_epochs {run.grpo.max_num_epochs} are fewer "
+            f"than grpo.num_prompts_per_step {run.grpo.num_prompts_per_step} x batch_multiplier "
+            f"{run.grpo.batch_multiplier:g}: not one step; use more data or more epochs"
         )
     generation = run.policy.generation
     ends = stop_token_ids(tokenizer, end_token_ids(run.policy.model_name))
@@ -86,7 +98,8 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
         stop_token_ids=tuple(sorted({*ends, *(generation.stop_token_ids or ())})),
         stop_strings=tuple(generation.stop_strings or ()),
     )
-    return Inputs(tokenizer, data, sampling, cost_of(with_own_config(run.policy).model_name))
+    cost = cost_of(with_own_config(run.policy).model_name)
+    return Inputs(tokenizer, data, sampling, cost, vocabulary_size(tokenizer))
 
 
 def _check_vocabulary(data: Datasets, run: GrpoRun) -> None:
@@ -106,41 +119,60 @@ def _check_vocabulary(data: Datasets, run: GrpoRun) -> None:
 def run_grpo(run: GrpoRun) -> None:
     """The whole run.
 
-    What the user gave is checked before the process group opens, alike on every rank, and ends
-    the process with a message; what fails later is raised.
+    Raises:
+        ValueError: something that the user gave is wrong; nothing was written.
 
     Collective: every launched rank calls it with the same config.
     """
     run = resolved(run)
     run_dir, folder = Path(run.logger.log_dir), Path(run.checkpointing.checkpoint_dir)
     with ExitStack() as stack:
-        with user_errors():
-            inputs = read_inputs(run, launched_size())
-            if run.checkpointing.enabled:
-                prepare_folder(folder, "checkpointing.checkpoint_dir")
-            kept = resumed_from(run)
-            prepare_run_dir(run_dir, dump(run), resumed_step=kept[0] if kept else 0)
-            rows = [side.prompts[0] for side in inputs.data[:2] if side is not None]
-            reward = stack.enter_context(open_rewards(run.env, run.data.train, rows, run_dir))
-        axis = stack.enter_context(world())
-        score = partial(score_answers, inputs.tokenizer, reward)
-        state, parts = stack.enter_context(open_parts(run, inputs, score, axis))
-        total = num_steps(run, inputs.data)
-        log = stack.enter_context(open_log(run_dir, state.step, total, axis.rank))
-        _announce(inputs.data, state, total, log)
-        samples = run.grpo.num_prompts_per_step * run.grpo.num_generations_per_prompt
-        if not grpo.needs_prev(samples // run.policy.train_global_batch_size, run):
-            log.say("one update a step: log-probs before it are those of its own forward pass")
-        loop.run(
-            state,
-            _plan(run, total),
-            step=lambda s: grpo.step(s, parts, run),
-            evaluate=lambda s: validate(s, parts, inputs, run, log),
-            save=lambda s: save(parts.backend, s, folder, axis),
-            log=log,
-        )
-        if axis.rank == 0:
-            log.say(learning_curve(metrics_path(run_dir)))
+        inputs = read_inputs(run, launched_size())
+        rows = [side.prompts[0] for side in inputs.data[:2] if side is not None]
+        reward = stack.enter_context(open_rewards(run.env, run.data.train, rows, run_dir))
+        origin = origin_of(run, inputs)
+        places = {run_dir.absolute(): "logger.log_dir"}
+        if run.checkpointing.enabled:
+            places.setdefault(folder.absolute(), "checkpointing.checkpoint_dir")
+        for place, key in places.items():
+            stack.enter_context(locked(place, key))
+        with user_errors(run_dir):
+            axis = stack.enter_context(world())
+            score = partial(score_answers, inputs.tokenizer, reward)
+            state, parts = stack.enter_context(open_parts(run, inputs, score, axis))
+            prepare_run_dir(run_dir, dump(run), resumed_step=state.step)
+            total = num_steps(run, inputs.data)
+            with open_log(run_dir, state.step, total, axis.rank) as log:
+                _announce(run, inputs, origin, state, log)
+                loop.run(
+                    state,
+                    _plan(run, total),
+                    step=lambda s: grpo.step(s, parts, run),
+                    evaluate=lambda s: validate(s, parts, inputs, run, log),
+                    save=lambda s: save(parts.backend, s, folder, axis, origin.identity),
+                    log=log,
+                )
+                if axis.rank == 0:
+                    log.say(learning_curve(metrics_path(run_dir)))
+
+
+def origin_of(run: GrpoRun, inputs: Inputs) -> Origin:
+    """What the run is, compared with the checkpoint that it goes on from, if there is one.
+
+    Raises:
+        ValueError: as `check_allowed` and `check_identity`.
+    """
+    identity = identity_of(run, inputs.data.train)
+    check_allowed(run.checkpointing.allowed_changes, identity)
+    kept = resumed_from(run)
+    if kept is None:
+        return Origin(identity, ())
+    step, folder = kept
+    changed = check_identity(folder, identity, run.checkpointing.allowed_changes)
+    said = [f"resumed from {folder} at step {step}"]
+    if changed:
+        said.append(f"changed since: {'; '.join(changed)}")
+    return Origin(identity, tuple(said))
 
 
 def resolved(run: GrpoRun) -> GrpoRun:
@@ -154,7 +186,7 @@ def resumed_from(run: GrpoRun) -> tuple[int, Path] | None:
 
 
 def num_steps(run: GrpoRun, data: Datasets) -> int:
-    """Whole steps within `max_num_steps` and `max_num_epochs`."""
+    """Whole steps within `max_num_steps` and `max_num_epochs`; fewer where groups are dropped."""
     prompts = len(data.train.prompts) * run.grpo.max_num_epochs
     return min(run.grpo.max_num_steps, prompts // run.grpo.num_prompts_per_step)
 
@@ -177,6 +209,13 @@ def open_parts(
         with_reference=grpo.needs_reference(run.loss_fn),
     )
     kept = resumed_from(run)
+    require_equal(
+        "the step of the last checkpoint",
+        kept[0] if kept else 0,
+        axis,
+        f"is checkpointing.checkpoint_dir {run.checkpointing.checkpoint_dir!r} on a file system "
+        "that all hosts share?",
+    )
     if kept is not None:
         state = load_(backend, state, kept[1])
     engine = open_engine(run.policy)
@@ -184,7 +223,10 @@ def open_parts(
         engine.load_(backend.export(state), state.updates)
         data, sampling, cost = inputs.data.train, inputs.sampling, inputs.cost
         peak = peak_flops(run.policy.precision, cost)
-        yield state, Parts(backend, engine, data, score, sampling, cost, peak)
+        yield (
+            state,
+            Parts(backend, engine, data, score, sampling, cost, peak, inputs.vocabulary),
+        )
     finally:
         engine.close()
 
@@ -244,17 +286,47 @@ def show_samples(samples: Sequence[Judged], tokenizer: Tokenizer, log: Log) -> N
         log.say(f"  prompt {s.trajectory.prompt_id}: reward {s.score.reward:g}: {text!r}")
 
 
-def _announce(data: Datasets, state: TrainState[Any], total: int, log: Log) -> None:
+def _announce(
+    run: GrpoRun, inputs: Inputs, origin: Origin, state: TrainState[Any], log: Log
+) -> None:
+    data, total = inputs.data, num_steps(run, inputs.data)
     held = 0 if data.validation is None else len(data.validation.prompts)
     filtered = data.train.num_filtered + (data.validation.num_filtered if data.validation else 0)
     ahead = f"steps {state.step + 1} to {total}"
+    if run.grpo.use_dynamic_sampling:
+        ahead += " at most"
     if state.step >= total:
         ahead = f"all {total} steps were taken (the checkpoint is of step {state.step})"
+    for line in origin.said:
+        log.say(line)
     log.say(
         f"{len(data.train.prompts)} training prompts, {held} for validation "
         f"({data.num_shared} of them also in training; left out: {data.num_duplicates} duplicates, "
         f"{filtered} too long); {ahead}"
     )
+    samples = run.grpo.num_prompts_per_step * run.grpo.num_generations_per_prompt
+    if not grpo.needs_prev(samples // run.policy.train_global_batch_size, run):
+        log.say("one update a step: log-probs before it are those of its own forward pass")
+    size = read_config(with_own_config(run.policy).model_name).get_text_config().vocab_size
+    for line in vocabulary_warnings(size, inputs.vocabulary or size):
+        log.say(line)
+
+
+def vocabulary_warnings(model: int, tokenizer: int) -> list[str]:
+    """A sentence if more of the model's vocabulary has no text than padding to a multiple explains.
+
+    >>> vocabulary_warnings(model=151_936, tokenizer=151_665)
+    []
+    """
+    without = model - tokenizer
+    if without <= max(256, tokenizer // 10):
+        return []
+    return [
+        f"  warning: {without} of the model's {model} tokens are beyond the {tokenizer} of its "
+        "tokenizer and have no text; unless the model has learnt to avoid them, samples are made "
+        "of them and no answer is right: use policy.tokenizer.name of the model, or a model made "
+        "for it"
+    ]
 
 
 def learning_curve(path: Path) -> str:

@@ -49,22 +49,35 @@ def saves_after(plan: Plan, step: int) -> bool:
 def run(
     state: TrainState[M],
     plan: Plan,
-    step: Callable[[TrainState[M]], tuple[TrainState[M], dict[str, float]]],
+    step: Callable[[TrainState[M]], tuple[TrainState[M], dict[str, float]] | None],
     evaluate: Callable[[TrainState[M]], dict[str, float]],
     save: Callable[[TrainState[M]], object],
     log: Log,
 ) -> TrainState[M]:
-    """Steps from `state.step` to `plan.num_steps`.
+    """Steps from `state.step` to `plan.num_steps`, or until `step` has too little data for one.
 
     The metrics of a validation are logged with those of the step that it follows; those of a
-    validation at the start are logged as step 0.
+    validation at the start are logged as step 0. Where the data ends the run, the step before is
+    known to be the last only afterwards: its validation is then a line of its own.
 
     Consumes: `state`. Collective: every rank calls it.
     """
     if plan.val_at_start and state.step == 0:
         log.step(0, evaluate(state))
+    first = state.step
     while state.step < plan.num_steps:
-        state, metrics = step(state)
+        after = step(state)
+        if after is None:
+            log.say(f"the data ends here: too few prompts are left for step {state.step + 1}")
+            plan, was = plan._replace(num_steps=state.step), plan
+            if state.step > first and validates_after(plan, state.step) > validates_after(
+                was, state.step
+            ):
+                log.step(state.step, evaluate(state))
+            if state.step > first and saves_after(plan, state.step) > saves_after(was, state.step):
+                save(state)
+            break
+        state, metrics = after
         if validates_after(plan, state.step):
             metrics |= evaluate(state)
         log.step(state.step, metrics)

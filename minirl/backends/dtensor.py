@@ -9,9 +9,10 @@ token sees a later one, and explicit positions keep models from guessing where d
 Packed rows, and rows that are cut over ranks, are attended to by an attention of our own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import TypeAlias
@@ -50,6 +51,8 @@ class Trainer:
     forward: Forward
     optimizer: Optimizer
     schedule: LRScheduler | None
+    build: Callable[[], tuple[Optimizer, LRScheduler | None]]
+    """Both anew, as before the first step."""
     reference: list[Tensor] | None
     """Local shards of the weights as first loaded, on the CPU, in the order of `parameters`."""
     lora: dtensor_lora.Lora | None
@@ -111,11 +114,13 @@ def open_backend(
     if lora is not None:
         dtensor_lora.freeze_(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer, schedule = optim.build(cfg, parameters)
+    build = partial(optim.build, cfg, parameters)
+    optimizer, schedule = build()
     trainer = Trainer(
         forward=forward,
         optimizer=optimizer,
         schedule=schedule,
+        build=build,
         reference=[_to_host(p) for p in parameters] if with_reference and lora is None else None,
         lora=lora,
         axis=axis,
@@ -303,8 +308,7 @@ def _save(state: State, folder: Path) -> None:
         "updates": state.updates,
         "cursor": state.cursor,
         "key": state.key,
-        "schedule": None if trainer.schedule is None else trainer.schedule.state_dict(),
-        "optimizer": optim.settings(trainer.optimizer),
+        "optimizer": type(trainer.optimizer).__name__,
         "lora": None if trainer.lora is None else trainer.lora.facts,
         "loss_scale": trainer.loss_scale,
     }
@@ -316,26 +320,25 @@ def _save(state: State, folder: Path) -> None:
 def _load_(state: State, folder: Path) -> State:
     """See `Backend.load_`. The reference stays what it was.
 
+    Rates and other settings are those of the config; the schedule is taken to the saved step.
+
     Raises:
-        ValueError: the folder holds no such checkpoint, or that of another model, schedule,
+        ValueError: the folder holds no such checkpoint, or that of another model, kind of
             optimizer or other adapters.
     """
     trainer = current(state)
     values = shards.read_values(folder)
     dtensor_lora.check_facts(folder, values.get("lora"), trainer.lora)
-    if (values["schedule"] is None) != (trainer.schedule is None):
+    kind = type(trainer.optimizer).__name__
+    if values["optimizer"] != kind:
         raise ValueError(
-            f"{str(folder)!r} was saved {'without' if trainer.schedule else 'with'} a schedule: "
-            "set policy.scheduler as it was, or start a new run"
+            f"{str(folder)!r} was saved with the optimizer {values['optimizer']}, not {kind}: set "
+            "policy.optimizer.name as it was, or start a new run"
         )
-    if values["optimizer"] != optim.settings(trainer.optimizer):
-        raise ValueError(
-            f"{str(folder)!r} was saved with the optimizer {values['optimizer']}, not "
-            f"{optim.settings(trainer.optimizer)}: set policy.optimizer as it was, or start anew"
-        )
-    shards.load_(folder, trainer.parameters(), trainer.optimizer, values, trainer.axis)
-    if trainer.schedule is not None:
-        trainer.schedule.load_state_dict(values["schedule"])
+    trainer.optimizer, trainer.schedule = trainer.build()
+    shards.load_(folder, trainer.parameters(), trainer.optimizer, trainer.axis)
+    for _ in range(int(values["step"]) if trainer.schedule is not None else 0):
+        optim.advance_(trainer.schedule)
     if trainer.loss_scale is not None and values.get("loss_scale") is not None:
         trainer.loss_scale = LossScale(*values["loss_scale"])
     step, updates, cursor, key = (int(values[k]) for k in ("step", "updates", "cursor", "key"))

@@ -31,11 +31,10 @@ LAYOUT = {
     "chained_optim_avoid_prefix": True,
 }
 """What Core is told about the format, saving and loading; it adds process groups to its copy."""
-SETTINGS = (
-    *("optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
-    *("sgd_momentum", "use_distributed_optimizer"),
-)
-"""Of the optimizer: a checkpoint must agree."""
+KIND = ("optimizer", "use_distributed_optimizer")
+"""Of the optimizer's settings, those that decide what a checkpoint holds."""
+RATES = {"max_lr": "lr", "min_lr": "min_lr"}
+"""By which Core finds the saved group of parameters for one of its own, and their settings."""
 PLAIN = ("torch.distributed.checkpoint.", "torch._C._distributed")
 """Modules whose records Core's index of a checkpoint is made of."""
 PLAIN_NAMES = {
@@ -56,7 +55,7 @@ def save(folder: Path, built: Built, values: Mapping[str, Any]) -> None:
     _start_(built.optimizer)
     write_tensors(folder, _state(built, loading=False))
     if dist.get_rank() == 0:
-        state = {**values, "optimizer": _settings(built), "schedule": _schedule(built)}
+        state = {**values, "optimizer": _settings(built)}
         (folder / VALUES).write_text(json.dumps(state))
         write_run_config(folder, built.provider)
 
@@ -64,11 +63,13 @@ def save(folder: Path, built: Built, values: Mapping[str, Any]) -> None:
 def load_(folder: Path, built: Built) -> dict[str, Any]:
     """Reads what `save` wrote, in place and under any layout; returns the values.
 
+    Rates and other settings are those of the config; the schedule is taken to the saved step.
+
     Collective: every rank calls this.
 
     Raises:
-        ValueError: the folder holds no complete checkpoint, or that of another backend, model,
-            optimizer or schedule.
+        ValueError: the folder holds no complete checkpoint, or that of another backend, model or
+            kind of optimizer.
     """
     file = folder / VALUES
     if not file.is_file():
@@ -79,23 +80,27 @@ def load_(folder: Path, built: Built) -> dict[str, Any]:
             f"{str(folder)!r} was saved by the FSDP2 backend: set policy.dtensor_cfg.enabled to "
             "true, or start a new run"
         )
-    schedule = dict(values["schedule"])
-    taken = schedule.pop("num_steps")
-    here = {"optimizer": _settings(built), "schedule": _schedule(built)}
-    del here["schedule"]["num_steps"]
-    for name, was in (("optimizer", values["optimizer"]), ("schedule", schedule)):
-        key = {"optimizer": "optimizer", "schedule": "scheduler"}[name]
-        if was != here[name]:
+    saved, here = values["optimizer"], _settings(built)
+    for name in KIND:
+        if saved[name] != here[name]:
             raise ValueError(
-                f"{str(folder)!r} was saved with the {name} {was}, not {here[name]}: set "
-                f"policy.megatron_cfg.{key} as it was, or start a new run"
+                f"{str(folder)!r} was saved with policy.megatron_cfg.optimizer.{name} "
+                f"{saved[name]}, not {here[name]}: set it as it was, or start a new run"
             )
     _start_(built.optimizer)
+    own = [
+        {name: x for name, x in group.items() if name not in ("params", "step")}
+        for group in built.optimizer.param_groups
+    ]
+    for group in built.optimizer.param_groups:
+        group.update({name: saved[RATES[name]] for name in RATES if name in group})
     read = read_tensors(folder, _state(built, loading=True))
     _load_models_(built.chunks, read)
     built.optimizer.load_state_dict(read["optimizer"])
+    for group, settings in zip(built.optimizer.param_groups, own, strict=True):
+        group.update(settings)
     built.schedule.num_steps = 0
-    built.schedule.step(increment=taken)
+    built.schedule.step(increment=int(values["step"]))
     return values
 
 
@@ -227,11 +232,7 @@ def check_index(folder: Path) -> None:
 
 
 def _settings(built: Built) -> dict[str, Any]:
-    return {name: getattr(built.optimizer.config, name) for name in SETTINGS}
-
-
-def _schedule(built: Built) -> dict[str, Any]:
-    return dict(built.schedule.state_dict())
+    return {name: getattr(built.optimizer.config, name) for name in (*KIND, *RATES.values())}
 
 
 def write_run_config(folder: Path, provider: Any) -> None:

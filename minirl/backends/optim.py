@@ -6,7 +6,6 @@ The unit of a schedule is a step of the algorithm (one rollout and its updates),
 """
 
 import importlib
-import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -145,9 +144,3 @@ def _construct(cls: type[C], key: str, first: object, kwargs: dict[str, Any]) ->
         raise ValueError(
             f"{key}.kwargs: {cls.__name__} refuses {shorten(str(kwargs))} ({error})"
         ) from error
-
-
-def settings(optimizer: Optimizer) -> dict[str, object]:
-    """The optimizer's class and arguments, as JSON holds them: a checkpoint must agree."""
-    facts = {"class": type(optimizer).__name__, **optimizer.defaults}
-    return dict(json.loads(json.dumps(facts, default=str)))

@@ -70,10 +70,9 @@ def load_(
     folder: Path,
     parameters: Mapping[str, Tensor],
     optimizer: Optimizer,
-    values: Mapping[str, Any],
     axis: Axis,
 ) -> None:
-    """Reads what `save` wrote, in place.
+    """Reads what `save` wrote, in place. Settings of the optimizer (its rate ...) stay.
 
     Collective: every rank of `axis` calls this.
 
@@ -97,8 +96,7 @@ def load_(
         slots.setdefault(index[name], {})[slot] = tensors[key]
     dcp.load(tensors, storage_reader=reader, process_group=axis.group)
     # One group holds all parameters, in order: see `optim.build`.
-    groups = [{**group, "params": list(index.values())} for group in values["param_groups"]]
-    optimizer.load_state_dict({"state": slots, "param_groups": groups})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": slots})
 
 
 def _like(facts: TensorStorageMetadata, parameter: Tensor) -> Tensor:
