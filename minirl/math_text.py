@@ -6,6 +6,7 @@ is decided in `minirl.math_answers`.
 """
 
 import re
+from collections.abc import Callable
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _STATED = re.compile(
@@ -20,7 +21,7 @@ _VERB = (
     r"(?:^|[a-z,:]\s+)[a-z]+\s*=|(?<!\d):(?=\s)|\b(?:is|are|was|were|equals?|makes?|made|has|have|had"
     r"|gets?|gives?|earns?|leaves?)\b"
 )
-_SUM = r"[-\d(][-\d\s.+*/()^×÷]*=\s*"
+_SUM = r"[-\d(][-\d\s.+*/()^\u00d7\u00f7]*=\s*"
 _LAST_WORDS = re.compile(
     rf"(?:(?:{_VERB})\s*(?:only\s|just\s|exactly\s)?\s*|(?<!\S)(?={_SUM}))"
     rf"((?:{_MATH}|(?:{_SUM})?{_NUMBER})(?![\d./,])(?:\s*[a-z%°\\]+){{0,3}})$",
@@ -48,7 +49,7 @@ def find_answer(completion: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""What stands in the last, outermost \boxed{} or \fbox{}; None if it is missing or not closed."""
+    r"""What stands in the last, outermost \boxed{} or \fbox{}; None if it is not closed."""
     found, at = None, 0
     while box := _BOX.search(text, at):
         found, at, depth = None, box.end(), 1
@@ -64,7 +65,9 @@ def last_box(text: str) -> str | None:
 def _last_words(line: str) -> str | None:
     if re.search(r"\*\*[.!]?$", line) and len(bold := re.findall(r"\*\*([^*]+)\*\*", line)) == 1:
         return str(bold[0])
-    words = re.findall(r"[A-Za-z]{2,}", re.sub(rf"\\text\{{[^{{}}]*\}}|\\[a-zA-Z]+|{_MATH}", "", line))
+    words = re.findall(
+        r"[A-Za-z]{2,}", re.sub(rf"\\text\{{[^{{}}]*\}}|\\[a-zA-Z]+|{_MATH}", "", line)
+    )
     sentence = re.split(r"[.!?]\s+", line.rstrip(".!* "))[-1]
     if words and (ending := _LAST_WORDS.search(sentence)):
         return ending[1]
@@ -73,10 +76,31 @@ def _last_words(line: str) -> str | None:
 
 _SIGNS = str.maketrans(
     {
-        **{"−": "-", "–": "-", "÷": "/", "％": "%", "’": "'", "，": ",", "⟨": "(", "⟩": ")"},
-        **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "±": r"\pm ", "°": r"^\circ "},
+        **{
+            "\N{MINUS SIGN}": "-",
+            "\N{EN DASH}": "-",
+            "÷": "/",
+            "\N{FULLWIDTH PERCENT SIGN}": "%",
+            "\N{RIGHT SINGLE QUOTATION MARK}": "'",
+            "\N{FULLWIDTH COMMA}": ",",
+            "⟨": "(",
+            "⟩": ")",
+        },
+        **{
+            "\N{MULTIPLICATION SIGN}": r"\times ",
+            "·": r"\cdot ",
+            "⋅": r"\cdot ",
+            "±": r"\pm ",
+            "°": r"^\circ ",
+        },
         **{"≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "π": r"\pi ", "θ": r"\theta "},
-        **{"∞": r"\infty ", "∪": r"\cup ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}"},
+        **{
+            "∞": r"\infty ",
+            "\N{UNION}": r"\cup ",
+            "∈": r"\in ",
+            "∅": r"\emptyset ",
+            "\N{DOUBLE-STRUCK CAPITAL R}": r"\mathbb{R}",
+        },
         **{"½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⅓": r"\frac{1}{3}"},
         **{"⅔": r"\frac{2}{3}", "…": r"\ldots ", "\u00a0": " ", "\u2009": " ", "\u202f": " "},
         **{raised: f"^{{{digit}}}" for digit, raised in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
@@ -95,13 +119,16 @@ def _many(number: re.Match[str]) -> str:
     return rf"{number[1]}\cdot 10^{{{power}}}" + (number[2] or "")
 
 
-_LAYOUT = [
+_LAYOUT: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     # roots, brackets that grow, spaces, fonts
-    (r"√\s*\(([^()]*)\)|√\s*(\d+(?:\.\d+)?|[a-z])|(?<![\\a-z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1\2\3}"),
+    (
+        r"√\s*\(([^()]*)\)|√\s*(\d+(?:\.\d+)?|[a-z])|(?<![\\a-z])sqrt\s*\(([^()]*)\)",
+        r"\\sqrt{\1\2\3}",
+    ),
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?\s*", ""),
     (r"\\(?:displaystyle|textstyle)(?![a-z])|(?<!\\)\\[()\[\]!]|`", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~|\n", " "),
-    (r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|math(?:rm|bf|it|sf|tt)|mbox)\s*\{", r"\\text{"),
+    (r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|math(?:rm|bf|it|sf|tt)|mbox|underline|boldsymbol)\s*\{", r"\\text{"),
     (r"\\text\{\s*([ei]|[\d.,-]+)\s*\}|(?<![\d\s}])\\text\{([a-zA-Z])\}", r"\1\2"),
     # one name for each command
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
@@ -114,6 +141,8 @@ _LAYOUT = [
     (r"\\leq(?:slant)?(?![a-z])|<=", r"\\le "),
     (r"\\geq(?:slant)?(?![a-z])|>=", r"\\ge "),
     (r"\\neq(?![a-z])|!=", r"\\ne "),
+    (r"\\approx(?![a-z])|\u2248", "="),
+    (r"\((\w+)\)(?=_)", r"\1"),
     (r"\\lt(?![a-z])", "<"),
     (r"\\gt(?![a-z])", ">"),
     (r"\\mid(?![a-z])", "|"),
@@ -128,7 +157,10 @@ _LAYOUT = [
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
     (r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty "),
     (r"(?i)\\%|\s*\\text\{\s*percent\s*\}|\s*\bpercent\b", "%"),
-    (r"(?i),?\s*\\text\s*\{\s*(?:or|and)\s*\}\s*|,?\s+(?:or|and)\s+|\\lor(?![a-z])|\\vee(?![a-z])", ", "),
+    (
+        r"(?i),?\s*\\text\s*\{\s*(?:or|and)\s*\}\s*|,?\s+(?:or|and)\s+|\\lor(?![a-z])|\\vee(?![a-z])",
+        ", ",
+    ),
     # numbers
     (r"\\?\$\s*(\d[\d,.]*\d|\d)", r"\1\\text{dollar}"),
     (r"€\s*(\d[\d,.]*\d|\d)", r"\1\\text{euro}"),
@@ -144,7 +176,7 @@ _LAYOUT = [
 ]
 """Patterns and what replaces them, in this order."""
 _TYPOGRAPHY = [(re.compile(pattern), replacement) for pattern, replacement in _LAYOUT]
-_MARGIN = re.compile(r"^[\s*_\"]+|(?i:^(?:option|choice)\s+)|[\s*_\"]+$|(?<!\.)[.,;]\s*$|\\\\\s*$")
+_MARGIN = re.compile(r"^[\s*_\"=]+|(?i:^(?:option|choice)\s+)|[\s*_\"]+$|(?<![.\\])[.,;]\s*$|\\+\s*$")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 
 

@@ -38,13 +38,14 @@ def open_rewards(cfg: EnvConfig, dataset: DatasetConfig) -> Iterator[RewardFn]:
 
     - `reasoning_gym`: the task's own `score_answer` on the text as it is; 1 if it gives 1, else 0,
       or what it gives if `partial_credit` is set. A truncated answer is worth 0.
-    - `math`: 1 if `math-verify` finds the answer equal to the example's `output_key`, else 0.
+    - `math`: 1 if the answer equals the example's `output_key` (`minirl.math_answers`), else 0.
     - `package.module:function`: what `function(completion, example)` returns: a number, or several
       by name, which are the score's components and whose sum is its reward. It is loaded here, in
       a worker, so a wrong path fails before any model is loaded.
 
     An answer that exceeds `env.timeout_s` is worth 0 and marked `timed_out`. Where a built-in
-    verifier fails (raises, or takes down two processes), the reward is 0, marked `failed`.
+    verifier fails (raises, as it does for an answer that cannot be read, or takes down two
+    processes), the reward is 0, marked `failed`.
 
     Raises:
         ValueError: a user function cannot be loaded; or (from the reward function) a reward is not

@@ -70,7 +70,7 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
     check_policy(run.policy)
     tokenizer = load_tokenizer(run.policy.tokenizer)
     kwargs = run.policy.tokenizer.chat_template_kwargs
-    data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
+    data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed, run.env)
     _check_vocabulary(data, run)
     if num_steps(run, data) == 0:
         raise ValueError(
