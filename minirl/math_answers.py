@@ -125,7 +125,7 @@ def _read(text: str) -> _Answer:
         return _relation([side.strip() for side in sides])
     if (inside := _inside(text)) is not None:
         return inside
-    if r"\pm" in text or r"\mp" in text:
+    if re.search(r"\\(?:pm|mp)(?![a-z])", text):
         if len(re.findall(r"\\pm(?![a-z])", text)) > 1:
             raise ValueError(f"{text!r} has several signs to choose")
         other = {r"\pm": r"\mp", r"\mp": r"\pm"}
@@ -257,7 +257,10 @@ def _equation(answer: _Answer) -> _Answer:
 
 def _same_relation(gold: _Answer, said: _Answer) -> bool:
     """Whether the differences of the sides have a constant ratio, positive under an inequality."""
-    ratio = (expression(gold.value.text) / expression(said.value.text)).simplify()
+    differences = expression(gold.value.text), expression(said.value.text)
+    if not differences[0].free_symbols:
+        raise ValueError(f"{gold.value.text} {gold.kind} 0 holds nothing unknown")
+    ratio = (differences[0] / differences[1]).simplify()
     return bool(
         ratio.is_number
         and ratio.is_finite
@@ -267,4 +270,4 @@ def _same_relation(gold: _Answer, said: _Answer) -> bool:
 
 def _is_known(answer: _Answer) -> bool:
     """Whether a reference consists of expressions, known words and known units."""
-    return (answer.kind != "value" or is_known(answer.value)) and all(map(_is_known, answer.items))
+    return is_known(answer.value) and all(map(_is_known, answer.items))

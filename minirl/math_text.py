@@ -128,7 +128,10 @@ _LAYOUT: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])\.?\s*", ""),
     (r"\\(?:displaystyle|textstyle)(?![a-z])|(?<!\\)\\[()\[\]!]|`", ""),
     (r"(?<!\\)\\[,;: ]|\\q?quad(?![a-z])|~|\n", " "),
-    (r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|math(?:rm|bf|it|sf|tt)|mbox|underline|boldsymbol)\s*\{", r"\\text{"),
+    (
+        r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|math(?:rm|bf|it|sf|tt)|mbox|underline|boldsymbol)\s*\{",
+        r"\\text{",
+    ),
     (r"\\text\{\s*([ei]|[\d.,-]+)\s*\}|(?<![\d\s}])\\text\{([a-zA-Z])\}", r"\1\2"),
     # one name for each command
     (r"\\[dtc]frac(?![a-z])", r"\\frac"),
@@ -176,7 +179,9 @@ _LAYOUT: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
 ]
 """Patterns and what replaces them, in this order."""
 _TYPOGRAPHY = [(re.compile(pattern), replacement) for pattern, replacement in _LAYOUT]
-_MARGIN = re.compile(r"^[\s*_\"=]+|(?i:^(?:option|choice)\s+)|[\s*_\"]+$|(?<![.\\])[.,;]\s*$|\\+\s*$")
+_MARGIN = re.compile(
+    r"^[\s*_\"=]+|^(?:[Oo]ption|[Cc]hoice)\s+|[\s*_\"]+$|(?<![.\\])[.,;]\s*$|\\+\s*$"
+)
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
 
 

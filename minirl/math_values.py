@@ -46,25 +46,12 @@ _UNIT = re.compile(
     r"|\\frac\{(?:\\text\{)?[ A-Za-z]+\}?\}\{(?:\\text\{)?[ A-Za-z]+\}?\}))+)"
 )
 _NO_UNIT = re.compile(
-    r"(?i)\b(?:or|and|not|no|to|if|than|times|more|less|plus|minus|over|squared|cubed|factorial|mod|"
-    r"hal(?:f|ves)|\w*(?:third|quarter|fourth|fifth|th)s?|hundreds?|thousands?|dozens?|pairs?|scores?)\b"
+    r"(?i)\b(?:or|and|not|no|to|if|than|times|more|less|plus|minus|over|squared|cubed|factorial|"
+    r"mod|hal(?:f|ves)|\w*(?:third|quarter|fourth|fifth|th)s?|hundreds?|thousands?|dozens?|pairs?|"
+    r"scores?)\b"
 )
-_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
-_FUNCTIONS = (
-    "sin",
-    "cos",
-    "tan",
-    "cot",
-    "sec",
-    "csc",
-    "log",
-    "exp",
-    "max",
-    "min",
-    "gcd",
-    "lcm",
-    "det",
-)
+_WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|is|so|to|of|it|as|we|he)(?![A-Za-z])")
+_FUNCTIONS = re.split(" ", "sin cos tan cot sec csc log exp max min gcd lcm det")
 
 
 def read_value(text: str) -> Value:
@@ -209,7 +196,7 @@ def _is_zero(difference: Expression) -> bool:
     sympy = _library("sympy")
 
     difference = difference.doit()
-    if difference.has(sympy.zoo, sympy.nan, sympy.oo):
+    if difference.has(sympy.zoo, sympy.nan, sympy.oo):  # Infinities are equal or never.
         return False
     if difference.is_Rational:
         return bool(difference == 0)
@@ -260,7 +247,7 @@ def expression(text: str) -> Expression:
             extraction_mode="first_match",
             parsing_timeout=0,
         )
-    if len(found) != 1:
+    if len(found) != 1 or found[0].has(sympy.zoo, sympy.nan):
         raise ValueError(f"{text!r} is not one mathematical expression")
     # It marks symbols as real or not by what else stands in the text.
     names = {

@@ -38,13 +38,13 @@ def references(
             why[row] = faults[text]
     if why:
         shown = [(row, value) for row, value in values if row in why][:_NUM_SHOWN]
-        faults_shown = "; ".join(f"row {row} holds {_excerpt(v)}: {why[row]}" for row, v in shown)
+        shown_faults = "; ".join(f"row {row} holds {_excerpt(v)}: {why[row]}" for row, v in shown)
         raise ValueError(
-            f"{name}.output_key={cfg.output_key!r}, output_form={cfg.output_form!r}: {len(why)} of "
-            f"{len(values)} reference answers cannot be judged: {faults_shown}. Set "
-            f"{name}.output_form to gsm8k (the answer follows the last ####), boxed (it is the last "
-            "\\boxed{}) or plain (it is the whole text, such as 72 or \\frac{1}{2}); repair or leave "
-            "out the other rows"
+            f"{name}.output_key={cfg.output_key!r}, output_form={cfg.output_form!r}: {len(why)} "
+            f"of {len(values)} reference answers cannot be judged: {shown_faults}. Set "
+            f"{name}.output_form to gsm8k (the answer follows the last ####), boxed (it is the "
+            "last \\boxed{}) or plain (it is the whole text, such as 72 or \\frac{1}{2}); repair "
+            "or leave out the other rows"
         )
     return texts
 
