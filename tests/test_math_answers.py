@@ -164,17 +164,20 @@ def test_a_reference_is_taken_out_of_its_column(form, column, reference):
 
 
 GOOD = [
-    "9", "-3", "0.5", "1e-05", "5e3", "2.5e-05", "3 1/2", "58,500", r"10,\!236", "100%", "52_8", "12:30", "2020-01-01",
-    r"\frac{14}{3}", r"\left( 3, \frac{\pi}{2} \right)", "p - q", "1,-2", "3, 5, 7", r"6 - 5i", r"90^\circ", r"\$18.90",
-    r"5.4 \text{ cents}", r"2 \text{ square units}", r"15\mbox{ cm}^2", r"\frac{270}7\text{ degrees}", "6 ft", "3:5",
-    r"\text{Evelyn}", r"\text{June 20}", r"\text{(E)}", "A", "no", "New York", r"\angle ABC", r"\{1\pm\sqrt{5},-2\}",
-    r"(-\infty, 2) \cup (3,\infty)", "y = 2x+3", "x^2+y^2=25", r"-3 < x \le 5", r"x \neq 0", r"\emptyset", "f(x) = x^2",
-    r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}", r"2x \equiv 3 \pmod 5", "n!", r"\cot x", r"2^{1009}",
+    "9", "-3", "0.5", "1e-05", "5e3", "2.5e-05", "3 1/2", "58,500", r"10,\!236", "100%", "52_8",
+    "12:30", "2020-01-01", r"\frac{14}{3}", r"\left( 3, \frac{\pi}{2} \right)", "p - q", "1,-2",
+    "3, 5, 7", "6 - 5i", r"90^\circ", r"\$18.90", r"5.4 \text{ cents}", r"2 \text{ square units}",
+    r"15\mbox{ cm}^2", r"\frac{270}7\text{ degrees}", "6 ft", "3:5", r"\text{Evelyn}",
+    r"\text{June 20}", r"\text{(E)}", "A", "no", "New York", r"\angle ABC", r"\{1\pm\sqrt{5},-2\}",
+    r"(-\infty, 2) \cup (3,\infty)", "y = 2x+3", "x^2+y^2=25", r"-3 < x \le 5", r"x \neq 0",
+    r"\emptyset", "f(x) = x^2", r"\begin{pmatrix} -1/3 \\ 2/3 \end{pmatrix}",
+    r"2x \equiv 3 \pmod 5", "n!", r"\cot x", "2^{1009}",
 ]  # fmt: skip
 BAD = [
-    "", " ", "}", "{", "()", "1,,2", "(1,2", "x=", r"\frac{1}", "1 2 3", "1..2", "5 or", "???", "72\n73", "1/0",
-    "72 clips", "72 men", "so 5", "She has 5 apples.", "Answer: $72$", "The answer is 72", "step 1: 5", "nan", "null",
-    "8 = 7", "x=3=4", "16 - 3 - 4 = 9 eggs", "She sold 24.\n#### 72", "#### 5", r"\boxed{72}",
+    "", " ", "}", "{", "()", "1,,2", "(1,2", "x=", r"\frac{1}", "1 2 3", "1..2", "5 or", "???",
+    "72\n73", "1/0", "72 clips", "72 men", "so 5", "She has 5 apples.", "Answer: $72$",
+    "The answer is 72", "step 1: 5", "nan", "null", "8 = 7", "x=3=4", "16 - 3 - 4 = 9 eggs",
+    "She sold 24.\n#### 72", "#### 5", r"\boxed{72}",
 ]  # fmt: skip
 
 
@@ -186,7 +189,7 @@ def test_these_references_can_be_judged(reference):
 
 @pytest.mark.parametrize("reference", BAD)
 def test_these_references_are_refused(reference):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         check_reference(reference)
 
 
