@@ -174,7 +174,7 @@ _LAYOUT: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![\d.])\.(?=\d)", "0."),
     (r"(\d+)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?", _repeating),
     (r"(?<![\d./^_])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/])", r"\1\\frac{\2}{\3}"),
-    (r"(?i)(\d)\s*(\\text\{)?\s*(thousand|million|billion)\b", _many),
+    (r"(?i)(\d)\s*(\\text\{)?\s*(thousand|million|billion)s?\b", _many),
     (r"\*\*", "^"),
 ]
 """Patterns and what replaces them, in this order."""

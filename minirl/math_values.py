@@ -48,7 +48,7 @@ _UNIT = re.compile(
 _NO_UNIT = re.compile(
     r"(?i)\b(?:or|and|not|no|to|if|than|times|more|less|plus|minus|over|squared|cubed|factorial|"
     r"mod|hal(?:f|ves)|\w*(?:third|quarter|fourth|fifth|th)s?|hundreds?|thousands?|dozens?|pairs?|"
-    r"scores?)\b"
+    r"scores?|tens|trillions?|lakhs?|crores?)\b"
 )
 _WORD = re.compile(r"(?<![\\A-Za-z])(?:[A-Za-z]{3,}|is|so|to|of|it|as|we|he)(?![A-Za-z])")
 _FUNCTIONS = re.split(" ", "sin cos tan cot sec csc log exp max min gcd lcm det")
