@@ -56,7 +56,11 @@ Text and tasks: from files to prompts, from answers to rewards
     chat.py                    conversations to tokens, once; tokens to text
     verifier_worker.py         a process for code that may do anything, and its guard
     verifier_pool.py           processes that survive what a model wrote
-    verifiers.py               what runs in them
+    math_text.py               where an answer stands, and one typography for all
+    math_values.py             whether two expressions, words or units are equal
+    math_answers.py            the same of lists, sets, intervals and equations
+    verifiers.py               what runs in the pool's processes
+    references.py              the answers that a dataset calls right, checked
     data.py                    datasets as values, and a stream that a cursor resumes
     rewards.py                 answers to scores
     shaping.py                 scores to rewards; which groups teach anything

@@ -21,11 +21,15 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from minirl.chat import Message, Tokenizer, encode_prompts
+from minirl.config import EnvConfig
 from minirl.data_config import DataConfig, DatasetConfig
 from minirl.files import parse_json, shorten
+from minirl.references import references
 from minirl.rng import Key, fold_in, generator, key_of
 from minirl.types import Prompt
 from minirl.verifier_pool import open_pool, run_
+
+_ENV = EnvConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,12 @@ def load_datasets(
     tokenizer: Tokenizer,
     chat_template_kwargs: Mapping[str, Any] | None,
     seed: int,
+    env: EnvConfig = _ENV,
 ) -> Datasets:
     """Reads, checks and tokenises `data.train` and `data.validation`.
+
+    Under `math` each example holds its reference answer as text, which was judged equal to itself
+    by processes that `env` sets up.
 
     If `data.validation` is null, `data.train.split_validation_size` of the distinct inputs are held
     out for it. Which ones is decided by a hash of the input, white space and case normalised, so
@@ -72,14 +80,15 @@ def load_datasets(
 
     Raises:
         ValueError: a file, column, split, task or placeholder is missing or wrong, a value has the
-            wrong type, a side is empty, or prompts are too long and not to be filtered.
+            wrong type, a reference answer cannot be judged, a side is empty, or prompts are too
+            long and not to be filtered.
     """
-    train, num_duplicates = _rows(data.train, "data.train")
+    train, num_duplicates = _rows(data.train, "data.train", env)
     where, source = "data.train (held out)", data.train
     held: list[_Row] = []
     if data.validation is not None:
         where, source = "data.validation", data.validation
-        held, dropped = _rows(source, where)
+        held, dropped = _rows(source, where, env)
         num_duplicates += dropped
     elif data.train.split_validation_size:
         train, held = _split(train, data.train)
@@ -214,10 +223,11 @@ def _decoded(path: Path, key: str) -> str:
         raise ValueError(f"{key}: the file cannot be read ({error.strerror})") from error
 
 
-def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
+def _rows(cfg: DatasetConfig, name: str, env: EnvConfig) -> tuple[list[_Row], int]:
     """The dataset's checked rows, and how many duplicates were left out."""
+    judged = cfg.output_key if cfg.env_name == "math" else None
     if cfg.data_path is not None:
-        examples = _read_file(cfg.data_path, f"{name}.data_path={shorten(cfg.data_path)!r}")
+        examples = _read_file(cfg.data_path, f"{name}.data_path={shorten(cfg.data_path)!r}", judged)
     elif cfg.dataset_name == "reasoning_gym":
         examples = _generate(str(cfg.task), cfg.task_kwargs, name)
     else:
@@ -233,8 +243,8 @@ def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
                 f"{name}.input_key={input_key!r}: row {index} holds the empty question {text!r}; "
                 "remove the row"
             )
-        if cfg.env_name == "math":
-            _value(example, cfg.output_key, (str, int, float), f"{name}.output_key", index)
+        if judged is not None:
+            _value(example, judged, (str, int, float), f"{name}.output_key", index)
         elif missing := examples[0].keys() - example.keys():
             raise ValueError(
                 f"{name}: row {index} lacks the columns {shorten(str(sorted(missing)))} of row 0, "
@@ -244,6 +254,12 @@ def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
         if key not in seen:
             seen.add(key)
             rows.append(_Row(index, text, example))
+    if judged is not None:
+        answers = references([(row.id, row.example[judged]) for row in rows], cfg, name, env)
+        rows = [
+            row._replace(example={**row.example, judged: answer})
+            for row, answer in zip(rows, answers, strict=True)
+        ]
     return rows, len(examples) - len(rows)
 
 
@@ -273,7 +289,8 @@ def _value(
     return value
 
 
-def _read_file(name: str, key: str) -> list[dict[str, object]]:
+def _read_file(name: str, key: str, verbatim: str | None) -> list[dict[str, object]]:
+    """The file's rows. JSON's numbers in the column `verbatim` stay the text that they are."""
     path = Path(name)
     if path.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{key}: the file must end in .jsonl or .parquet")
@@ -302,6 +319,8 @@ def _read_file(name: str, key: str) -> list[dict[str, object]]:
         row = parse_json(line, f"{key}: line {number}")
         if not isinstance(row, dict):
             raise ValueError(f"{key}: line {number} holds no JSON object but {shorten(line)!r}")
+        if isinstance(cast("dict[str, object]", row).get(verbatim or ""), int | float):
+            row[verbatim] = json.loads(line, parse_float=str, parse_int=str)[verbatim]
         rows.append(cast("dict[str, object]", row))
     return rows
 

@@ -4,7 +4,7 @@ Key names and defaults are NeMo-RL's; keys that it lacks say so.
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
@@ -28,6 +28,12 @@ class DatasetConfig(Section, frozen=True):
     """Its parameters, e.g. `{size: 20000, seed: 1, max_word_len: 6}`."""
     input_key: str = "input"
     output_key: str = "output"
+    output_form: Literal["plain", "gsm8k", "boxed"] = "plain"
+    r"""`math`: where in its column the reference answer stands. Not in NeMo-RL.
+
+    `plain`: it is the whole text; `gsm8k`: what follows the last ####, without thousands commas;
+    `boxed`: the content of the last \boxed{}. Training and validation may differ.
+    """
     prompt_file: str | None = None
     """A text file whose `{}` is replaced by the input."""
     system_prompt_file: str | None = None
@@ -88,6 +94,10 @@ class DatasetConfig(Section, frozen=True):
         refuse(
             self.partial_credit and env != "reasoning_gym",
             f"partial_credit does not apply to env_name {env}; remove it",
+        )
+        refuse(
+            self.output_form != "plain" and env != "math",
+            f"output_form {self.output_form} does not apply to env_name {env}; remove it",
         )
 
 

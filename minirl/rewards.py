@@ -46,14 +46,14 @@ def open_rewards(
 
     - `reasoning_gym`: the task's own `score_answer` on the text as it is; 1 if it gives 1, else 0,
       or what it gives if `partial_credit` is set. A truncated answer is worth 0.
-    - `math`: 1 if `math-verify` finds the answer equal to the example's `output_key`, else 0.
+    - `math`: 1 if the answer equals the example's `output_key` (`minirl.math_answers`), else 0.
     - `package.module:function`: what `function(completion, example)` returns: a number, or several
       by name, which are the score's components and whose sum is its reward. It is loaded here, in
       a worker, and called on `rows`, each with its own `output_key` as the completion ("" without
       one), so one that is wrong fails before any model is loaded.
 
     An answer that exceeds `env.timeout_s` is worth 0 and marked `timed_out`. Where a built-in
-    verifier fails (raises, or takes down two processes, or exceeds `env.memory_gb` in both), the
+    verifier fails (raises, as it does for an answer that cannot be read, or takes down two processes, or exceeds `env.memory_gb` in both), the
     reward is 0, marked `failed`. What verifiers print goes to a file in `folder`, one a rank.
 
     Raises:

@@ -1,8 +1,8 @@
 """What runs in a worker of `minirl.verifier_pool`: factories of functions that judge one answer.
 
 Every factory returns `(completion, example) -> number`; `spelling_parts` is such a function itself.
-Imports of the verifying libraries happen here and nowhere else; torch and its kin are never
-imported, so that workers start fast.
+The verifying libraries are imported here and in `minirl.math_values`, inside functions; torch and
+its kin are never imported, so that workers start fast.
 """
 
 import difflib
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 from minirl.files import writing
+from minirl.math_answers import check_reference, judge
+from minirl.math_values import expression
 from minirl.verifier_worker import load_function
 
 Verifier: TypeAlias = Callable[[str, Mapping[str, object]], float]
@@ -39,29 +41,31 @@ class Task(Protocol):
 
 
 def math_verifier(answer_key: str) -> Verifier:
-    r"""Judges whether the completion's final answer equals the example's, by `math-verify`.
-
-    The reference is read as \boxed{answer}; the completion is searched for LaTeX and for plain
-    expressions. 1 if they are equal, else 0.
+    """Judges whether the completion states the example's answer: 1, else 0 (`math_answers`).
 
     Raises:
-        ValueError: (from the verifier) the reference holds no expression.
+        ValueError: (from the verifier) the two cannot be compared.
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+    _load_math_verify()
+    return lambda completion, example: float(judge(completion, str(example[answer_key])))
 
+
+def reference_checker() -> Callable[[str], float]:
+    """A function that raises ValueError, saying why, unless its argument can be a reference."""
+    _load_math_verify()
+
+    def check(reference: str) -> float:
+        check_reference(reference)
+        return 1.0
+
+    return check
+
+
+def _load_math_verify() -> None:
+    """Imports it and has it read once, so that no answer's deadline counts for that."""
     # It warns that its own timeouts are off. They rely on signals; the pool's deadline does not.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    latex, plain = LatexExtractionConfig(), ExprExtractionConfig()
-
-    def judge(completion: str, example: Mapping[str, object]) -> float:
-        answer = str(example[answer_key])
-        gold = cast(list[Any], parse(f"\\boxed{{{answer}}}", [latex], parsing_timeout=0))
-        if not gold:
-            raise ValueError(f"the reference answer {answer!r} is not a mathematical expression")
-        said = cast(list[Any], parse(completion, [plain, latex], parsing_timeout=0))
-        return float(verify(gold, said, timeout_seconds=None))
-
-    return judge
+    expression("x")
 
 
 def reasoning_gym_verifier(task: str, task_kwargs: Mapping[str, Any]) -> Verifier:

@@ -54,7 +54,7 @@ def jsonl(path: Path, rows: list[Any]) -> dict[str, Any]:
 
 
 def problems(*inputs: str) -> list[dict[str, Any]]:
-    return [{"input": text, "output": len(text)} for text in inputs]
+    return [{"input": text, "output": str(len(text))} for text in inputs]
 
 
 def text_of(prompt: Prompt) -> str:

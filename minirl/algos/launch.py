@@ -81,7 +81,7 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
     check_policy(run.policy)
     tokenizer = load_tokenizer(run.policy.tokenizer)
     kwargs = run.policy.tokenizer.chat_template_kwargs
-    data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed)
+    data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed, run.env)
     _check_vocabulary(data, run)
     prompts, drawn = len(data.train.prompts), prompts_per_draw(run.grpo)
     if prompts * run.grpo.max_num_epochs < drawn:
