@@ -262,7 +262,8 @@ def _metrics(
     log_ratios, ratios = [x.gap.abs(), moved], [surrogate.ratio, surrogate.bounded, weights.raw]
     if _has_kl_term(cfg) and cfg.reference_policy_kl_type == "k3":
         assert x.reference is not None
-        log_ratios.append((x.reference - x.logprobs).clamp(max=cfg.kl_input_clamp_value or math.inf))
+        highest = cfg.kl_input_clamp_value or math.inf
+        log_ratios.append((x.reference - x.logprobs).clamp(max=highest))
     entropy = approximate_entropy(x.logprobs, moved, x.kept, num_tokens)
     metrics = mismatch_metrics(x.gap, x.kept, cfg.reference_policy_kl_type, num_tokens)
     metrics |= surrogate_metrics(surrogate, x.mask, x.kept, num_tokens)

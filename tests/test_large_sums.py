@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ CLOSE = 1e-6
 
 
 @pytest.fixture(scope="module")
-def large() -> Iterator[Tensor]:
+def large() -> Tensor:
     """Normal numbers, the worst case: sums of squares grow without ever cancelling."""
-    yield torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
+    return torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
 
 
 def exact_norm(x: Tensor) -> float:
@@ -45,7 +45,7 @@ def test_the_gradient_norm_of_fsdp2(large: Tensor, dtype: torch.dtype):
 
 
 def megatron_norms(axis: Axis) -> tuple[float, float, list[float]]:
-    """The norm, what clipping to half of it leaves, and the norms of sizes float32 cannot square."""
+    """The norm, what clipping to half leaves, and norms of sizes that float32 cannot square."""
     from minirl.backends import megatron_setup
     from minirl.backends.megatron_bridge import core
     from minirl.megatron_config import MegatronConfig
