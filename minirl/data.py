@@ -48,6 +48,8 @@ class Datasets(NamedTuple):
     """Rows left out by `deduplicate`, both datasets together."""
     num_shared: int
     """Validation rows whose input, normalised, also occurs in training; 0 if they were held out."""
+    num_shown: int = 0
+    """Rows left out by `leave_out_shown_answers`, both datasets together."""
 
 
 class _Row(NamedTuple):
@@ -73,13 +75,13 @@ def load_datasets(
         ValueError: a file, column, split, task or placeholder is missing or wrong, a value has the
             wrong type, a side is empty, or prompts are too long and not to be filtered.
     """
-    train, num_duplicates = _rows(data.train, "data.train")
+    train, num_duplicates, num_shown = _rows(data.train, "data.train")
     where, source = "data.train (held out)", data.train
     held: list[_Row] = []
     if data.validation is not None:
         where, source = "data.validation", data.validation
-        held, dropped = _rows(source, where)
-        num_duplicates += dropped
+        held, dropped, shown = _rows(source, where)
+        num_duplicates, num_shown = num_duplicates + dropped, num_shown + shown
     elif data.train.split_validation_size:
         train, held = _split(train, data.train)
     known = {_normalise(row.input) for row in train}
@@ -100,6 +102,7 @@ def load_datasets(
         tokenised(held, source, where) if held else None,
         num_duplicates,
         num_shared,
+        num_shown,
     )
 
 
@@ -209,8 +212,8 @@ def _decoded(path: Path, key: str) -> str:
         raise ValueError(f"{key}: the file is not UTF-8 ({error}); convert it") from error
 
 
-def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
-    """The dataset's checked rows, and how many duplicates were left out."""
+def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int, int]:
+    """The checked rows; how many were left out as duplicates, and as ones that show the answer."""
     if cfg.data_path is not None:
         examples = _read_file(cfg.data_path, f"{name}.data_path={cfg.data_path!r}")
     elif cfg.dataset_name == "reasoning_gym":
@@ -229,7 +232,21 @@ def _rows(cfg: DatasetConfig, name: str) -> tuple[list[_Row], int]:
         if key not in seen:
             seen.add(key)
             rows.append(_Row(index, str(text), example))
-    return rows, len(examples) - len(rows)
+    kept = (
+        rows if not cfg.leave_out_shown_answers else [r for r in rows if not _shown(r, cfg, name)]
+    )
+    if not kept:
+        raise ValueError(
+            f"{name}.leave_out_shown_answers: every input contains its answer; set it to false"
+        )
+    return kept, len(examples) - len(rows), len(rows) - len(kept)
+
+
+def _shown(row: _Row, cfg: DatasetConfig, name: str) -> bool:
+    """Whether a row's input contains its answer."""
+    column = "answer" if cfg.dataset_name == "reasoning_gym" else cfg.output_key
+    answer = _value(row.example, column, (str, int, float), f"{name}.output_key", row.id)
+    return _normalise(str(answer)) in _normalise(row.input)
 
 
 def _value(

@@ -252,7 +252,7 @@ def _announce(data: Datasets, state: TrainState[Any], total: int, log: Log) -> N
     log.say(
         f"{len(data.train.prompts)} training prompts, {held} for validation "
         f"({data.num_shared} of them also in training; left out: {data.num_duplicates} duplicates, "
-        f"{filtered} too long); {ahead}"
+        f"{data.num_shown} whose prompt shows the answer, {filtered} too long); {ahead}"
     )
 
 
