@@ -1,6 +1,6 @@
 # The two commands of the README are `make grpo` and `make test`; each sets up first.
 .NOTPARALLEL:
-.PHONY: help setup grpo test quick lint types format pins
+.PHONY: help setup grpo test quick nightly lint types format pins
 
 # One thread a process: two ranks share the machine, and vLLM's CPU kernels are slower with more.
 export OMP_NUM_THREADS := 1
@@ -15,6 +15,7 @@ help:
 	@echo "make grpo    set up, then train the tiny model with GRPO on this machine's CPU"
 	@echo "make test    set up, then lint, type checks and every test"
 	@echo "make quick   set up, then the tests that take less than 5 seconds each"
+	@echo "make nightly set up, then every kind of layout with a pre-trained model of 135 M parameters"
 	@echo "make lint types format pins"
 
 setup:
@@ -29,6 +30,10 @@ test: lint types
 
 quick: setup
 	$(BIN)/pytest -q -m "not slow"
+
+nightly: setup
+	@bash .ci/setup nightly
+	PYTHONPATH=runs/nightly/packages $(BIN)/python tests/nightly.py
 
 lint: setup
 	$(BIN)/ruff check

@@ -61,6 +61,7 @@ Text and tasks: from files to prompts, from answers to rewards
     math_answers.py            the same of lists, sets, intervals and equations
     verifiers.py               what runs in the pool's processes
     references.py              the answers that a dataset calls right, checked
+    data_sources.py            rows as their source has them
     data.py                    datasets as values, and a stream that a cursor resumes
     rewards.py                 answers to scores
     shaping.py                 scores to rewards; which groups teach anything

@@ -5,15 +5,13 @@ A dataset is read once, checked row by row, and never changes. The stream is a f
 share of what is drawn, so the order does not depend on the number of ranks.
 
 Rows come from a local .jsonl or .parquet file, from a Hugging Face dataset (never running code that
-ships with it), or from a task of `reasoning-gym`. Only this module reads data files.
+ships with it), or from a task of `reasoning-gym`.
 """
 
 import math
 import os
-import pickle
 import string
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -23,11 +21,11 @@ import torch
 from minirl.chat import Message, Tokenizer, encode_prompts
 from minirl.config import EnvConfig
 from minirl.data_config import DataConfig, DatasetConfig
-from minirl.files import parse_json, shorten
+from minirl.data_sources import decoded, generate, read_file, read_hub
+from minirl.files import shorten
 from minirl.references import references
 from minirl.rng import Key, fold_in, generator, key_of
 from minirl.types import Prompt
-from minirl.verifier_pool import open_pool, run_
 
 _ENV = EnvConfig()
 
@@ -53,6 +51,8 @@ class Datasets(NamedTuple):
     """Rows left out by `deduplicate`, both datasets together."""
     num_shared: int
     """Validation rows whose input, normalised, also occurs in training; 0 if they were held out."""
+    num_shown: int = 0
+    """Rows left out by `leave_out_shown_answers`, both datasets together."""
 
 
 class _Row(NamedTuple):
@@ -83,13 +83,13 @@ def load_datasets(
             wrong type, a reference answer cannot be judged, a side is empty, or prompts are too
             long and not to be filtered.
     """
-    train, num_duplicates = _rows(data.train, "data.train", env)
+    train, num_duplicates, num_shown = _rows(data.train, "data.train", env)
     where, source = "data.train (held out)", data.train
     held: list[_Row] = []
     if data.validation is not None:
         where, source = "data.validation", data.validation
-        held, dropped = _rows(source, where, env)
-        num_duplicates += dropped
+        held, dropped, shown = _rows(source, where, env)
+        num_duplicates, num_shown = num_duplicates + dropped, num_shown + shown
     elif data.train.split_validation_size:
         train, held = _split(train, data.train)
     known = {_normalise(row.input) for row in train}
@@ -110,6 +110,7 @@ def load_datasets(
         tokenised(held, source, where) if held else None,
         num_duplicates,
         num_shared,
+        num_shown,
     )
 
 
@@ -210,46 +211,24 @@ def _text_of(path: str, key: str) -> str:
     # Not pathlib's question, which fails where a name is too long.
     if not os.path.isfile(path):
         raise ValueError(f"{key}: there is no such file")
-    return _decoded(Path(path), key)
+    return decoded(Path(path), key)
 
 
-def _decoded(path: Path, key: str) -> str:
-    """The text of a UTF-8 file, without a byte order mark."""
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{key}: the file is not UTF-8 ({error}); convert it") from error
-    except OSError as error:
-        raise ValueError(f"{key}: the file cannot be read ({error.strerror})") from error
-
-
-def _rows(cfg: DatasetConfig, name: str, env: EnvConfig) -> tuple[list[_Row], int]:
-    """The dataset's checked rows, and how many duplicates were left out."""
+def _rows(cfg: DatasetConfig, name: str, env: EnvConfig) -> tuple[list[_Row], int, int]:
+    """The checked rows; how many were left out as duplicates, and as ones that show the answer."""
     judged = cfg.output_key if cfg.env_name == "math" else None
     if cfg.data_path is not None:
-        examples = _read_file(cfg.data_path, f"{name}.data_path={shorten(cfg.data_path)!r}", judged)
+        examples = read_file(cfg.data_path, f"{name}.data_path={shorten(cfg.data_path)!r}", judged)
     elif cfg.dataset_name == "reasoning_gym":
-        examples = _generate(str(cfg.task), cfg.task_kwargs, name)
+        examples = generate(str(cfg.task), cfg.task_kwargs, name)
     else:
-        examples = _read_hub(cfg, name)
+        examples = read_hub(cfg, name)
     if not examples:
         raise ValueError(f"{name}: the dataset is empty; at least one row is needed")
     input_key = "question" if cfg.dataset_name == "reasoning_gym" else cfg.input_key
     seen, rows = set[str](), list[_Row]()
     for index, example in enumerate(examples):
-        text = str(_value(example, input_key, (str,), f"{name}.input_key", index))
-        if not text.strip():
-            raise ValueError(
-                f"{name}.input_key={input_key!r}: row {index} holds the empty question {text!r}; "
-                "remove the row"
-            )
-        if judged is not None:
-            _value(example, judged, (str, int, float), f"{name}.output_key", index)
-        elif missing := examples[0].keys() - example.keys():
-            raise ValueError(
-                f"{name}: row {index} lacks the columns {shorten(str(sorted(missing)))} of row 0, "
-                f"and env_name {cfg.env_name!r} may read them; write null where there is no value"
-            )
+        text = _checked(example, cfg, name, index, input_key, examples[0].keys())
         key = _normalise(text) if cfg.deduplicate else str(index)
         if key not in seen:
             seen.add(key)
@@ -260,7 +239,46 @@ def _rows(cfg: DatasetConfig, name: str, env: EnvConfig) -> tuple[list[_Row], in
             row._replace(example={**row.example, judged: answer})
             for row, answer in zip(rows, answers, strict=True)
         ]
-    return rows, len(examples) - len(rows)
+    kept = (
+        rows if not cfg.leave_out_shown_answers else [r for r in rows if not _shown(r, cfg, name)]
+    )
+    if not kept:
+        raise ValueError(
+            f"{name}.leave_out_shown_answers: every input contains its answer; set it to false"
+        )
+    return kept, len(examples) - len(rows), len(rows) - len(kept)
+
+
+def _checked(
+    example: Mapping[str, object],
+    cfg: DatasetConfig,
+    name: str,
+    index: int,
+    input_key: str,
+    columns: Set[str],
+) -> str:
+    """The row's question, once all of the row that is read has been found right."""
+    text = str(_value(example, input_key, (str,), f"{name}.input_key", index))
+    if not text.strip():
+        raise ValueError(
+            f"{name}.input_key={input_key!r}: row {index} holds the empty question {text!r}; "
+            "remove the row"
+        )
+    if cfg.env_name == "math":
+        _value(example, cfg.output_key, (str, int, float), f"{name}.output_key", index)
+    elif missing := columns - example.keys():
+        raise ValueError(
+            f"{name}: row {index} lacks the columns {shorten(str(sorted(missing)))} of row 0, "
+            f"and env_name {cfg.env_name!r} may read them; write null where there is no value"
+        )
+    return text
+
+
+def _shown(row: _Row, cfg: DatasetConfig, name: str) -> bool:
+    """Whether a row's input contains its answer."""
+    column = "answer" if cfg.dataset_name == "reasoning_gym" else cfg.output_key
+    answer = _value(row.example, column, (str, int, float), f"{name}.output_key", row.id)
+    return _normalise(str(answer)) in _normalise(row.input)
 
 
 def _value(
@@ -287,78 +305,3 @@ def _value(
             f"{key}={column!r}: row {row} holds half of a character ({error.reason}); repair it"
         ) from error
     return value
-
-
-def _read_file(name: str, key: str, verbatim: str | None) -> list[dict[str, object]]:
-    """The file's rows. JSON's numbers in the column `verbatim` stay the text that they are."""
-    path = Path(name)
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ValueError(f"{key}: the file must end in .jsonl or .parquet")
-    if not os.path.isfile(name):
-        raise ValueError(f"{key}: there is no such file")
-    if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        try:
-            return cast("list[dict[str, object]]", pyarrow.parquet.read_table(path).to_pylist())
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{key}: {error}") from error
-    # Not through Arrow's or pandas's JSON readers: they turn text that looks like a date into one
-    # and fill absent columns.
-    rows: list[dict[str, object]] = []
-    # Not splitlines: JSON text may hold other line ends than this one.
-    text = _decoded(path, key).removesuffix("\n")
-    if text.lstrip().startswith("["):
-        raise ValueError(
-            f"{key}: the file holds a JSON array, and a .jsonl holds one JSON object a line; "
-            "convert it, for example with jq -c '.[]'"
-        )
-    for number, line in enumerate(text.split("\n") if text else [], 1):
-        if not line.strip():
-            raise ValueError(f"{key}: line {number} is blank; remove it")
-        row = parse_json(line, f"{key}: line {number}")
-        if not isinstance(row, dict):
-            raise ValueError(f"{key}: line {number} holds no JSON object but {shorten(line)!r}")
-        if isinstance(cast("dict[str, object]", row).get(verbatim or ""), int | float):
-            row[verbatim] = json.loads(line, parse_float=str, parse_int=str)[verbatim]
-        rows.append(cast("dict[str, object]", row))
-    return rows
-
-
-def _read_hub(cfg: DatasetConfig, name: str) -> list[dict[str, object]]:
-    import datasets
-
-    key = f"{name}.dataset_name={cfg.dataset_name!r}"
-    try:
-        splits = datasets.get_dataset_split_names(str(cfg.dataset_name), cfg.subset)
-        if cfg.split is None and len(splits) != 1:
-            raise ValueError(f"it has the splits {splits}; set {name}.split to one of them")
-        split = splits[0] if cfg.split is None else cfg.split
-        table = datasets.load_dataset(str(cfg.dataset_name), cfg.subset, split=split)
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ValueError(f"{key}: {error}") from error
-    return list(cast("Sequence[dict[str, object]]", table))
-
-
-def _generate(task: str, task_kwargs: Mapping[str, Any], name: str) -> list[dict[str, object]]:
-    """The rows of a reasoning-gym task.
-
-    Made in a process of its own: several tasks iterate over sets of strings, so their rows would
-    depend on this interpreter's hash seed and differ from rank to rank and from run to run.
-    """
-    settings = {"task": task, "task_kwargs": dict(task_kwargs)}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows"
-        factory = "minirl.verifiers:reasoning_gym_writer"
-        with open_pool(factory, settings, num_workers=1, timeout_s=math.inf) as pool:
-            try:
-                [outcome] = run_(pool, [(str(path),)])
-                detail = outcome.detail
-            except RuntimeError as error:
-                detail = str(error)
-        if detail:
-            raise ValueError(
-                f"{name}: reasoning-gym cannot make task {task!r} with task_kwargs "
-                f"{shorten(str(dict(task_kwargs)))}: {detail.strip().splitlines()[-1]}"
-            )
-        return cast("list[dict[str, object]]", pickle.loads(path.read_bytes()))

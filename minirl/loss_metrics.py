@@ -6,9 +6,11 @@ extreme (`Max`, `Min`), computed under `torch.no_grad`. Masked positions hold fi
 """
 
 import math
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
+from torch import Tensor
 
 from minirl.kl import kl_estimate
 from minirl.loss_config import KlKind
@@ -23,8 +25,10 @@ from minirl.reduce import (
     exponent_bound,
     extremes,
     infinite_outside,
+    is_bounded,
     is_positive,
     kept_mean,
+    kept_sum,
 )
 from minirl.types import SampleWeights, Scalar, TokenLogProbs, TokenMask, TokenWeights
 
@@ -82,8 +86,8 @@ def weight_metrics(
     """Importance weights before and after truncation, and the share that it acted on.
 
     importance_ratio_raw, importance_ratio_applied: means over what a weight belongs to, tokens or
-    sequences. `sampling_importance_ratio` is NeMo-RL's number: the applied mean at the token
-    level, but the *sum* over sequences where there is one weight per sequence.
+    sequences. `sampling_importance_ratio` is NeMo-RL's name of the latter (there it is the *sum*
+    over the sequences of a micro-batch where there is one weight per sequence).
     `is_oob_ratio` is a share of tokens, for `sequence_mask` of sequences.
     """
     num_tokens, num_sequences = counts
@@ -91,11 +95,10 @@ def weight_metrics(
     by, over = (kept, num_tokens) if correction.level == "token" else (whole, num_sequences)
     raw = kept_mean(weights.raw, by, over)
     applied = raw if correction.mode is None else kept_mean(weights.applied, by, over)
-    nemo_rl = applied if correction.level == "token" else applied * num_sequences
     metrics: Metrics = {
         "importance_ratio_raw": Sum(raw),
         "importance_ratio_applied": Sum(applied),
-        "sampling_importance_ratio": Sum(nemo_rl),
+        "sampling_importance_ratio": Sum(applied),
     }
     match correction.mode:
         case None:
@@ -118,7 +121,13 @@ def approximate_entropy(
     return -kept_mean(bounded_exp(moved) * logprobs, kept, num_tokens)
 
 
-def overflow_tokens(*log_ratios: TokenLogProbs) -> Scalar:
-    """How many tokens have a log-ratio so large that `bounded_exp` stood in for it."""
-    largest = reduce(torch.maximum, log_ratios)
-    return is_positive(largest - exponent_bound(largest.dtype)).sum()
+def overflow_tokens(
+    kept: TokenWeights, log_ratios: Sequence[TokenLogProbs], ratios: Sequence[Tensor]
+) -> Scalar:
+    """How many tokens read a ratio, of their own or of their sequence, that was bounded.
+
+    A token counts once. A ratio has one column per token, or one for the sequence.
+    """
+    bound = exponent_bound(kept.dtype)
+    seen = [is_positive(x - bound) for x in log_ratios] + [is_bounded(x) for x in ratios]
+    return kept_sum(reduce(torch.maximum, seen).expand(kept.shape), kept)

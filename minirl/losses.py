@@ -10,6 +10,7 @@ with a surrogate l (`policy_losses`), importance weights w (`mismatch`), a KL te
 likelihood of rewarded samples. Masked values are replaced by zero on entry and never read.
 """
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from minirl.loss_metrics import (
     weight_metrics,
 )
 from minirl.metrics import Metrics, Sum
-from minirl.mismatch import correction_of, importance_weights
+from minirl.mismatch import ImportanceWeights, correction_of, importance_weights
 from minirl.policy_losses import (
     Surrogate,
     cispo_loss,
@@ -120,7 +121,7 @@ def policy_loss(
         nll = positive_nll(x.logprobs, x.rewards, x.kept, num_tokens)
         loss = loss + cfg.positive_example_nll_weight * nll
     with torch.no_grad():
-        metrics = _metrics(x, surrogate, cfg, counts)
+        metrics = _metrics(x, surrogate, weights, cfg, num_tokens)
         metrics |= weight_metrics(weights, correction, x.kept, x.kept_samples, counts)
         metrics |= {
             "loss": Sum(loss.detach()),
@@ -251,17 +252,24 @@ def _kl_per_token(x: _Selected, cfg: LossConfig) -> TokenWeights:
 
 
 def _metrics(
-    x: _Selected, surrogate: Surrogate, cfg: LossConfig, counts: tuple[Count, Count]
+    x: _Selected,
+    surrogate: Surrogate,
+    weights: ImportanceWeights,
+    cfg: LossConfig,
+    num_tokens: Count,
 ) -> Metrics:
-    num_tokens = counts[0]
-    update = x.logprobs - x.prev
-    moved = update + x.gap
+    moved = x.logprobs - x.generation
+    log_ratios, ratios = [x.gap.abs(), moved], [surrogate.ratio, surrogate.bounded, weights.raw]
+    if _has_kl_term(cfg) and cfg.reference_policy_kl_type == "k3":
+        assert x.reference is not None
+        highest = cfg.kl_input_clamp_value or math.inf
+        log_ratios.append((x.reference - x.logprobs).clamp(max=highest))
     entropy = approximate_entropy(x.logprobs, moved, x.kept, num_tokens)
     metrics = mismatch_metrics(x.gap, x.kept, cfg.reference_policy_kl_type, num_tokens)
     metrics |= surrogate_metrics(surrogate, x.mask, x.kept, num_tokens)
     metrics["approx_entropy"] = Sum(entropy)
     metrics["num_valid_samples"] = Sum(x.kept_samples.sum())
-    metrics["overflow_tokens"] = Sum(overflow_tokens(update, x.gap.abs(), moved))
+    metrics["overflow_tokens"] = Sum(overflow_tokens(x.kept, log_ratios, ratios))
     if x.entropy is not None:
         metrics["entropy"] = Sum(kept_mean(x.entropy, x.kept, num_tokens))
     return metrics

@@ -125,10 +125,11 @@ def _check_tensor_parallel(cfg: MegatronConfig, model: Mapping[str, Any], *, moe
     names = ("num_attention_heads",) if moe else ("num_attention_heads", "intermediate_size")
     for name in names:
         number = model.get(name)
+        fit = [n for n in range(1, 65) if number is not None and number % n == 0]
         refuse(
             number is not None and number % size != 0,
             f"{KEY}tensor_model_parallel_size is {size}, which does not divide the model's {name} "
-            f"{number}; use a divisor",
+            f"{number}; use a divisor: {fit}",
         )
     groups = model.get("num_key_value_heads")
     refuse(

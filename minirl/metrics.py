@@ -62,16 +62,16 @@ def mean_over(xs: Tensor) -> Mean:
 
 
 def add(a: Metric, b: Metric) -> Metric:
-    """Both observations together.
+    """Both observations together. Totals are float64: of many small shares none is lost.
 
     Raises:
         TypeError: the two are different kinds of metric.
     """
     match a, b:
         case Sum(x), Sum(y):
-            return Sum(x + y)
+            return Sum(x.double() + y.double())
         case Mean(x, w), Mean(y, v):
-            return Mean(x + y, w + v)
+            return Mean(x.double() + y.double(), w.double() + v.double())
         case Max(x), Max(y):
             return Max(torch.maximum(x, y))
         case Min(x), Min(y):

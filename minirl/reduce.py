@@ -89,6 +89,11 @@ def bounded_exp(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return x.clamp(max=exponent_bound(x.dtype)).exp()
 
 
+def is_bounded(ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """1 where a ratio is the largest that `bounded_exp` gives, but for rounding; else 0."""
+    return is_positive(ratio - (1.0 - 1e-5) * math.exp(exponent_bound(ratio.dtype)))
+
+
 def standardize(x: TokenWeights, mask: TokenMask, sum_over: SumOver = alone) -> TokenWeights:
     """(x - mean) / sqrt(max(variance, 1e-8)) over the masked values of all ranks; 0 elsewhere.
 

@@ -53,8 +53,9 @@ def open_rewards(
       one), so one that is wrong fails before any model is loaded.
 
     An answer that exceeds `env.timeout_s` is worth 0 and marked `timed_out`. Where a built-in
-    verifier fails (raises, as it does for an answer that cannot be read, or takes down two processes, or exceeds `env.memory_gb` in both), the
-    reward is 0, marked `failed`. What verifiers print goes to a file in `folder`, one a rank.
+    verifier fails (raises, as it does for an answer that cannot be read, or takes down two
+    processes, or exceeds `env.memory_gb` in both), the reward is 0, marked `failed`. What verifiers
+    print goes to a file in `folder`, one a rank.
 
     Raises:
         ValueError: a user function cannot be loaded, or fails on `rows` in any way; or (from the

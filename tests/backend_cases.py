@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
-from minirl.metrics import Mean, Metrics, Sum, value
+from minirl.metrics import Metrics, Sum, mean_over, value
 from minirl.policy_config import OptimizerConfig
 from minirl.types import Rows, Scalar
 
@@ -23,6 +23,8 @@ class Sample(NamedTuple):
 
     tokens: tuple[int, ...]
     weights: tuple[float, ...]
+    engine: tuple[float, ...] = ()
+    """The log-probs that an engine gave when it sampled the last tokens."""
 
 
 def make_samples(num: int, seed: int = 0, vocab: int = 64, longest: int = 12) -> list[Sample]:
@@ -62,13 +64,24 @@ def make_work(
     def loss(output: TokenOutput) -> tuple[Scalar, Metrics]:
         terms = torch.where(mask, weights, 0.0) * torch.where(mask, output.logprobs, 0.0)
         total = -terms.sum()
-        chosen = output.logprobs.detach()[mask].double()
+        logprobs = output.logprobs.detach().double()
         return total, {
             "loss": Sum(total.detach()),
-            "logprob": Mean(chosen.sum(), torch.tensor(float(chosen.numel()))),
+            "logprob": mean_over(logprobs[mask]),
+            "token_mult_prob_error": mean_over(_engine_gaps(samples, logprobs).abs().exp()),
         }
 
     return Work(rows, head or TokenHead(), loss)
+
+
+def _engine_gaps(samples: Sequence[Sample], logprobs: Tensor) -> Tensor:
+    """Engine against trainer, of every token that an engine sampled."""
+    gaps = [
+        torch.tensor(s.engine, dtype=logprobs.dtype) - row[last - len(s.engine) : last]
+        for s, row in zip(samples, logprobs, strict=True)
+        for last in (len(s.tokens) - 1,)
+    ]
+    return torch.cat(gaps)
 
 
 def split(samples: Sequence[Sample], sizes: Sequence[int]) -> list[list[Sample]]:

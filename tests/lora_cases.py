@@ -44,8 +44,13 @@ def policy(model: str, lora: dict[str, Any] | None = None, **fields: Any) -> Pol
 def make_start(axis: Axis, root: Path, family: Family, **sizes: Any) -> Start:
     """Where B were zero, so were the gradient of A. For one rank."""
     model = save_model(root / "model", family, **sizes)
-    start = Start(model, ADAPTED.get(family, {}), root / "begin")
+    return begin(axis, Start(model, ADAPTED.get(family, {}), root / "begin"))
+
+
+def begin(axis: Axis, start: Start) -> Start:
+    """Writes the checkpoint of `start`."""
     start.folder.mkdir()
+    model = start.model
     backend, state = dtensor.open_backend(policy(model, start.lora), axis, key_of(0))
     draw = torch.Generator().manual_seed(1)
     for name, parameter in state.model.trainer.parameters().items():

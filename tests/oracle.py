@@ -5,11 +5,14 @@ Gradients come from a number that remembers what it was computed from.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Grid = list[list[float]]
 EPS = 1e-8
+LARGEST = math.log(sys.float_info.max) / 3
+"""The largest exponent in float64: what is beyond counts as overflow."""
 
 
 class Num:
@@ -143,6 +146,17 @@ def policy_loss(
     return loss.value, grad, metrics
 
 
+def overflow_tokens(case: Mapping[str, Any], cfg: Mapping[str, Any], largest: float) -> int:
+    """How many trained tokens read an exponential of more than `largest`."""
+    c = [[Num(x) for x in row] for row in case["logprobs"]]
+    kept = [
+        [t for t, m in enumerate(row) if m and s]
+        for row, s in zip(case["token_mask"], case["sample_mask"], strict=True)
+    ]
+    terms = Terms(case, cfg, c, kept)
+    return sum(terms.overflows(i, t, largest) for i, row in enumerate(kept) for t in row)
+
+
 class Terms:
     """What each token contributes."""
 
@@ -274,6 +288,19 @@ class Terms:
         bound = cfg["kl_output_clamp_value"]
         return out if bound is None else clamp(out, -bound, bound)
 
+    def overflows(self, i: int, t: int, largest: float = LARGEST) -> bool:
+        """Whether any exponential that this token's loss or metrics read is out of range."""
+        c, p, g, cfg = self.c[i][t].value, self.p[i][t], self.g[i][t], self.cfg
+        logs = [abs(p - g), c - g]
+        ratios = [*(r.value for r in self.ratio(i, t)), self.weight(i, t)[0]]
+        logs += [math.log(x) for x in ratios if x > 0]
+        if cfg["reference_policy_kl_penalty"] > 0 and not cfg["use_kl_in_reward"]:
+            bound = cfg["kl_input_clamp_value"]
+            delta = self.case["reference_logprobs"][i][t] - c
+            if cfg["reference_policy_kl_type"] == "k3":
+                logs.append(delta if bound is None else min(delta, bound))
+        return max(logs) > largest
+
     def metrics(self, num_tokens: float, num_sequences: float) -> dict[str, float]:
         where = [(i, t) for i, row in enumerate(self.kept) for t in row]
         samples = [i for i, s in enumerate(self.case["sample_mask"]) if s]
@@ -317,12 +344,12 @@ class Terms:
             "js_divergence_error": over_tokens(js),
             "importance_ratio_raw": raw,
             "importance_ratio_applied": applied,
-            "sampling_importance_ratio": applied if first is None else applied * num_sequences,
+            "sampling_importance_ratio": applied,
             "approx_entropy": -over_tokens(
                 lambda i, t: math.exp(self.c[i][t].value - g[i][t]) * self.c[i][t].value
             ),
             "num_valid_samples": float(len(samples)),
-            "overflow_tokens": 0.0,
+            "overflow_tokens": float(sum(self.overflows(i, t) for i, t in where)),
         }
         if self.cfg["truncated_importance_sampling_type"] == "seq-mask-tis":
             out["is_oob_ratio"] = over_samples(lambda i: float(self.weight(i, 0)[2]))

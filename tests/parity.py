@@ -5,6 +5,7 @@ uneven lengths that are shared out among the data-parallel ranks in uneven micro
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,11 +15,20 @@ from lora_cases import ADAM, Start, full_adapters, load_peft, lora_keys
 from models import policy_config
 from torch import Tensor
 
+from minirl.algos.layout import plan_step
+from minirl.backend import Work
 from minirl.backends import open_backend
+from minirl.cost import cost_of
 from minirl.megatron_config import MegatronConfig, MegatronDdpConfig, MegatronOptimizerConfig
 from minirl.metrics import value
 from minirl.parallel import Axis, reduce_metrics
-from minirl.policy_config import DTensorConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
+from minirl.policy_config import (
+    DTensorConfig,
+    DynamicBatchingConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+)
 from minirl.rng import key_of
 
 STEPS, SAMPLES, CLIP = 3, 8, 1.0
@@ -39,6 +49,8 @@ class Layout:
     family: str = "qwen3"
     sharded_optimizer: bool = True
     lora: bool = False
+    dynamic: bool = False
+    """Micro-batches of rows of similar length, as the product cuts them."""
 
 
 def tp(size: int = 2, **more: Any) -> dict[str, Any]:
@@ -128,6 +140,13 @@ LAYOUTS = [
 ]
 
 
+class Updates(NamedTuple):
+    """What is trained on, and how fast. Of the three updates, `batches` has the samples."""
+
+    batches: Sequence[Sequence[Sample]]
+    lr: float = ADAM["lr"]
+
+
 class Run(NamedTuple):
     """What three updates gave."""
 
@@ -135,6 +154,8 @@ class Run(NamedTuple):
     norms: list[float]
     weights: dict[str, Tensor]
     """With adapters: merged into the others, and by themselves."""
+    engine: float = math.nan
+    """Engine against trainer before the first update, as `token_mult_prob_error`."""
 
 
 class Errors(NamedTuple):
@@ -146,22 +167,28 @@ class Errors(NamedTuple):
 
 
 def policy(
-    layout: Layout, model: str, *, packed: bool, lora: dict[str, Any] | None = None
+    layout: Layout,
+    model: str,
+    *,
+    packed: bool,
+    lora: dict[str, Any] | None = None,
+    lr: float = ADAM["lr"],
 ) -> PolicyConfig:
     """The config of a row."""
-    fields: dict[str, Any] = {"max_grad_norm": CLIP}
+    dynamic = DynamicBatchingConfig(enabled=layout.dynamic)
+    fields: dict[str, Any] = {"max_grad_norm": CLIP, "dynamic_batching": dynamic}
     if layout.megatron is None:
         keys = DTensorConfig(**layout.dtensor)
         return policy_config(
             model,
-            optimizer=OptimizerConfig(kwargs=ADAM),
+            optimizer=OptimizerConfig(kwargs={**ADAM, "lr": lr}),
             dtensor_cfg=lora_keys(lora, **layout.dtensor) if layout.lora else keys,
             sequence_packing=SequencePackingConfig(enabled=packed),
             **fields,
         )
     beta1, beta2 = ADAM["betas"]
     optimizer = MegatronOptimizerConfig(
-        lr=ADAM["lr"],
+        lr=lr,
         weight_decay=0.0,
         adam_beta1=beta1,
         adam_beta2=beta2,
@@ -182,29 +209,44 @@ def samples_of(step: int) -> list[Sample]:
     return make_samples(SAMPLES, seed=step, longest=14)
 
 
-def run_layout(axis: Axis, layout: Layout, start: Start, *, packed: bool) -> Run:
+TINY = Updates([samples_of(step) for step in range(STEPS)])
+"""Of the models of the matrix."""
+
+
+def share_works(cfg: PolicyConfig, samples: Sequence[Sample], data: Axis) -> list[Work]:
+    """This rank's share of the samples in uneven micro-batches; or as the product cuts them."""
+    if not cfg.dynamic_batching.enabled:
+        each = len(samples) // data.size
+        mine = samples[data.rank * each : (data.rank + 1) * each]
+        return [make_work(part, padding=i, junk=5) for i, part in enumerate(split(mine, [2, 1, 1]))]
+    lengths = [len(s.tokens) for s in samples]
+    plan = plan_step(lengths, cfg, data, cost_of(cfg.model_name), key_of(0))
+    rows = [samples[row] for row in plan.rows]
+    nothing = [rows[0]._replace(weights=(0.0,) * len(rows[0].weights), engine=())]
+    return [make_work([rows[i] for i in part] or nothing) for part in plan.updates[0]]
+
+
+def run_layout(
+    axis: Axis, layout: Layout, start: Start, *, packed: bool, updates: Updates = TINY
+) -> Run:
     """The updates, on this rank's share. Collective."""
-    cfg = policy(layout, start.model, packed=packed, lora=start.lora)
+    cfg = policy(layout, start.model, packed=packed, lora=start.lora, lr=updates.lr)
     backend, state = open_backend(cfg, axis, key_of(0))
     if layout.lora:
         state = backend.load_(state, start.folder)
     data = backend.data_axis
-    losses, norms = [], []
-    for step in range(STEPS):
-        each = SAMPLES // data.size
-        mine = samples_of(step)[data.rank * each : (data.rank + 1) * each]
-        works = [
-            make_work(part, padding=i, junk=5) for i, part in enumerate(split(mine, [2, 1, 1]))
-        ]
-        state, metrics = backend.update_(state, works)
+    losses, norms, engine = [], [], []
+    for samples in updates.batches:
+        state, metrics = backend.update_(state, share_works(cfg, samples, data))
         metrics = reduce_metrics(metrics, data)
         losses.append(value(metrics["loss"]))
         norms.append(value(metrics["grad_norm"]))
+        engine.append(value(metrics["token_mult_prob_error"]))
     adapters = full_adapters(state) if layout.lora else {}
-    return Run(losses, norms, {**exported(backend, state), **adapters})
+    return Run(losses, norms, {**exported(backend, state), **adapters}, engine[0])
 
 
-def oracle(start: Start, *, lora: bool) -> Run:
+def oracle(start: Start, *, lora: bool, updates: Updates = TINY) -> Run:
     """The same by transformers, peft and torch, one unpadded row at a time."""
     from transformers import AutoModelForCausalLM
 
@@ -214,12 +256,12 @@ def oracle(start: Start, *, lora: bool) -> Run:
         model = AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32)
         model.get_input_embeddings().padding_idx = None
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), **ADAM)
+    optimizer = torch.optim.AdamW(trained.values(), **{**ADAM, "lr": updates.lr})
     losses, norms = [], []
-    for step in range(STEPS):
+    for samples in updates.batches:
         optimizer.zero_grad()
         total = 0.0
-        for sample in samples_of(step):
+        for sample in samples:
             tokens = torch.tensor([sample.tokens])
             logs = model(input_ids=tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
             chosen = logs.gather(-1, tokens[0, 1:, None])[:, 0]

@@ -41,10 +41,7 @@ PRELOAD = [
 ]
 """What nearly every job imports."""
 
-TIMEOUT_S = 1200.0
-"""How long a job may take; far more than any needs, since the machine may be busy."""
-
-GRACE_S = 60.0
+GRACE_S = 15.0
 """How long the other ranks may take after one has failed; they may be waiting for it."""
 
 
@@ -52,6 +49,10 @@ class _Worker(NamedTuple):
     process: Any
     pipe: Connection
 
+
+patience_s = 1200.0
+"""How long a job may take, far more than any needs, since the machine may be busy; half of it, one
+exchange between ranks."""
 
 _pool: list[_Worker] = []
 
@@ -66,15 +67,15 @@ def run_ranks(
     """The results of `fn(axis, *args, **kwargs)` on ranks 0 to n - 1.
 
     Raises:
-        RankError: a rank raised, died, or did not answer within `TIMEOUT_S`.
+        RankError: a rank raised, died, or did not answer within `patience_s`.
     """
     with tempfile.TemporaryDirectory() as folder:
         _grow(n)
         workers = _pool[:n]
         for rank, worker in enumerate(workers):
-            job = (rank, n, str(Path(folder) / "store"), fn, args, kwargs)
+            job = (rank, n, str(Path(folder) / "store"), patience_s / 2, fn, args, kwargs)
             worker.pipe.send_bytes(pickle.dumps(job))
-        answers = _collect(workers, TIMEOUT_S)
+        answers = _collect(workers, timeout_s=patience_s)
     failures = [f"rank {rank}: {a[1]}" for rank, a in enumerate(answers) if not a[0]]
     if failures:
         raise RankError("\n".join(failures))
@@ -156,7 +157,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         pipe.send(answer)
 
 
-def _in_group(rank: int, size: int, store: str, fn: Any, args: Any, kwargs: Any) -> Any:
+def _in_group(
+    rank: int, size: int, store: str, timeout_s: float, fn: Any, args: Any, kwargs: Any
+) -> Any:
     import torch.distributed as dist
 
     dist.init_process_group(
@@ -164,7 +167,7 @@ def _in_group(rank: int, size: int, store: str, fn: Any, args: Any, kwargs: Any)
         store=dist.FileStore(store, size),
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timedelta(seconds=timeout_s),
     )
     try:
         dist.barrier()

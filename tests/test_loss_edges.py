@@ -6,10 +6,15 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from loss_cases import (
     FAMILIES,
+    Case,
+    cases,
     close,
     config,
+    loss_settings,
     pick_rows,
     random_case,
     run,
@@ -18,8 +23,10 @@ from loss_cases import (
     tokens_of,
 )
 
+from minirl.loss_config import LossConfig
 from minirl.losses import PolicyLossInputs, policy_loss
 from minirl.metrics import values
+from minirl.reduce import exponent_bound
 
 IS = {"use_importance_sampling_correction": True}
 
@@ -99,6 +106,33 @@ def test_a_bounded_loss_at_a_gap_of_200_equals_the_oracle_in_float32(
     assert close(loss, expected, 1e-5)
     torch.testing.assert_close(grad, torch.tensor(expected_grad), rtol=1e-5, atol=1e-6)
     assert values(metrics)["overflow_tokens"] == tokens_of(lists)
+
+
+@settings(max_examples=300)
+@given(cases(), loss_settings(), st.sampled_from([8.0, 20.0, 60.0]))
+def test_a_token_is_counted_once_where_any_exponential_of_it_or_its_sequence_is_bounded(
+    case: Case, cfg: LossConfig, scale: float
+):
+    lists = {
+        name: [[x * scale for x in row] for row in value] if name.endswith("logprobs") else value
+        for name, value in case.lists.items()
+    }
+    metrics = values(run(tensors(lists, torch.float32), cfg, *case[1:])[2])
+    largest = exponent_bound(torch.float32)
+    expected = oracle.overflow_tokens(lists, settings_of(cfg), largest)
+    assert metrics["overflow_tokens"] == expected
+
+
+@pytest.mark.parametrize("family", ["clip", "gspo"])
+def test_a_bounded_weight_of_a_sequence_counts_all_of_its_tokens(family: str):
+    keys = FAMILIES[family] | IS | {"importance_sampling_level": "sequence"}
+    lists = random_case(0, rows=1, columns=300).lists | {"sample_mask": [1]}
+    lists |= {"token_mask": [[1] * 300], "advantages": [[1.0] * 300]}
+    for name, x in (("logprobs", -2.0), ("prev_logprobs", -2.0), ("generation_logprobs", -2.1)):
+        lists[name] = [[x] * 300]
+    metrics = values(run(tensors(lists, torch.float32), config(**keys), 300.0, 1.0)[2])
+    assert metrics["overflow_tokens"] == 300
+    assert metrics["importance_ratio_raw"] == pytest.approx(math.exp(29.574), rel=1e-3)
 
 
 @pytest.mark.parametrize(("now", "sampler"), [(-5.0, 0.0), (0.0, -5.0)])

@@ -19,7 +19,7 @@ from minirl.loss_metrics import (
 from minirl.metrics import Metrics, merge, values
 from minirl.mismatch import Correction, importance_weights
 from minirl.policy_losses import Surrogate
-from minirl.reduce import exponent_bound
+from minirl.reduce import bounded_exp, exponent_bound
 
 F64 = torch.float64
 seeds = st.integers(0, 10**6)
@@ -146,7 +146,7 @@ def test_sequence_weights_are_averaged_over_sequences_and_judged_over_tokens(see
     outside = [len(row) * (w != a) for row, w, a in zip(rows, raw, applied, strict=True)]
     assert found["importance_ratio_raw"] == pytest.approx(fmean(raw), rel=1e-6)
     assert found["importance_ratio_applied"] == pytest.approx(fmean(applied), rel=1e-6)
-    assert found["sampling_importance_ratio"] == pytest.approx(sum(applied), rel=1e-6)
+    assert found["sampling_importance_ratio"] == found["importance_ratio_applied"]
     assert found["is_oob_ratio"] == pytest.approx(sum(outside) / sum(map(len, rows)))
 
 
@@ -182,8 +182,15 @@ def test_the_approximate_entropy_weighs_surprise_by_how_far_the_policy_moved(see
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_a_token_overflows_once_however_many_of_its_ratios_do(dtype: torch.dtype):
     at = exponent_bound(dtype)
-    beyond = at * 1.001
-    first = torch.tensor([[at, beyond, -beyond, beyond, math.inf]], dtype=dtype)
+    below, beyond = at * 0.999, at * 1.001
+    first = torch.tensor([[below, beyond, -beyond, beyond, math.inf]], dtype=dtype)
     second = torch.tensor([[0.0, beyond, 0.0, 0.0, 0.0]], dtype=dtype)
     third = torch.tensor([[0.0, 0.0, beyond, 0.0, 0.0]], dtype=dtype)
-    assert overflow_tokens(first, second, third).item() == 4.0
+    kept, none = torch.ones(1, 5, dtype=dtype), torch.zeros(1, 5, dtype=dtype)
+    for gaps in ([first, second, third], [third, first, second]):
+        assert overflow_tokens(kept, gaps, [none]).item() == 4.0
+        ratios = [bounded_exp(gap) for gap in gaps]
+        assert overflow_tokens(kept, [none], ratios).item() == 4.0
+    whole = bounded_exp(torch.tensor([[beyond]], dtype=dtype))  # one weight of the sequence
+    kept[0, 1] = 0.0
+    assert overflow_tokens(kept, [none], [whole]).item() == 4.0

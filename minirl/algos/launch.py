@@ -302,7 +302,7 @@ def _announce(
     log.say(
         f"{len(data.train.prompts)} training prompts, {held} for validation "
         f"({data.num_shared} of them also in training; left out: {data.num_duplicates} duplicates, "
-        f"{filtered} too long); {ahead}"
+        f"{data.num_shown} whose prompt shows the answer, {filtered} too long); {ahead}"
     )
     samples = run.grpo.num_prompts_per_step * run.grpo.num_generations_per_prompt
     if not grpo.needs_prev(samples // run.policy.train_global_batch_size, run):

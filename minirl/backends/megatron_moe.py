@@ -30,8 +30,8 @@ def watch_routers(chunks: Sequence[Chunk]) -> RouterLoads:
 
     def count(router: Any, _: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            chosen = output[1].detach().sum(0).float()
-            before = loads.counts.get(router.layer_number, 0.0)
+            chosen = output[1].detach().sum(0, dtype=torch.long)
+            before = loads.counts.get(router.layer_number, 0)
             loads.counts[router.layer_number] = chosen + before
 
     for chunk in chunks:
@@ -52,7 +52,7 @@ def read_loads_(loads: RouterLoads) -> Metrics:
     for layer in sorted(loads.counts):
         total = loads.counts[layer]
         dist.all_reduce(total, group=everywhere)
-        own[f"moe/layer_{layer}/max_load"] = float(total.max() / total.mean())
+        own[f"moe/layer_{layer}/max_load"] = float(total.max() / total.double().mean())
     loads.counts.clear()
     parts: list[Any] = [None] * groups.get_pipeline_model_parallel_world_size()
     dist.all_gather_object(parts, own, group=groups.get_pipeline_model_parallel_group())

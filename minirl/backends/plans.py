@@ -259,7 +259,8 @@ def check_heads(model: Mapping[str, Any], size: int) -> None:
             raise ValueError(
                 f"policy.dtensor_cfg.tensor_parallel_size {size} does not divide the model's "
                 f"{number} {name}; use a divisor of all of "
-                f"{sorted({int(x) for x in facts.values()})}"
+                f"{sorted({int(x) for x in facts.values()})}: "
+                f"{[n for n in range(1, heads + 1) if not any(x % n for x in facts.values())]}"
             )
 
 
