@@ -80,6 +80,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
     backends/linear_logprobs.py  the same from hidden states, without logits
     backends/output_layer.py   the output layer of a model, run for log-probs
+    backends/stand_in.py       a small model of the same config, held against Hugging Face
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
     backends/experts.py        each rank holds some experts of a mixture
