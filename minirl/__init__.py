@@ -93,10 +93,12 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine
     backends/megatron_cpu.py   Megatron-Core without CUDA: patches and stand-ins, quarantined
     backends/megatron_overrides.py  model_overrides into Megatron Bridge's provider
+    backends/megatron_fields.py  what Bridge drops of a model's config, put right
     backends/megatron_setup.py groups, provider, chunks, optimizer, schedule
     backends/megatron_forward.py  Core's schedules: log-probs and gradients
     backends/megatron_moe.py   how evenly routers deal tokens to experts
     backends/megatron_ckpt.py  Core's sharded checkpoints
+    backends/megatron_compare.py  a model's stand-in, before it is converted
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout
     backends/hf_generate.py    the oracle engine: slow and easy to check

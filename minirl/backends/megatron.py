@@ -80,7 +80,7 @@ def open_backend(
     groups = core("parallel_state")
     trainer = Trainer(
         built=built,
-        stage=open_stage(cfg, built),
+        stage=open_stage(cfg, built.provider, built.chunks),
         reference=None,
         data_axis=Axis(
             groups.get_data_parallel_rank(),

@@ -17,7 +17,7 @@ from torch import Tensor
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.megatron_bridge import core
-from minirl.backends.megatron_setup import Built, Chunk
+from minirl.backends.megatron_setup import Chunk
 from minirl.backends.output_layer import forward_replaced
 from minirl.backends.row_layout import (
     Layout,
@@ -54,16 +54,16 @@ class Stage:
     positions_at_once: int | None
 
 
-def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
+def open_stage(cfg: PolicyConfig, provider: Any, chunks: list[Chunk]) -> Stage:
     """The stage of this rank in Core's open process groups."""
-    groups, provider = core("parallel_state"), built.provider
+    groups = core("parallel_state")
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     columns = -(-provider.vocab_size // tensor)
     keys = cfg.megatron_cfg
     asked = keys.use_fused_linear_logprobs is not False and not keys.defer_fp32_logits
     defer = keys.defer_fp32_logits and provider.bf16
     return Stage(
-        chunks=built.chunks,
+        chunks=chunks,
         num_stages=provider.pipeline_model_parallel_size,
         layout=layout_of(
             tensor,
@@ -82,7 +82,7 @@ def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
         if torch.cuda.is_available()
         else torch.device("cpu"),
         options={"fp32_output": False} if defer else {},
-        fused=asked and not provider.use_mup and _is_bare(built.chunks[-1]),
+        fused=asked and not provider.use_mup and _is_bare(chunks[-1]),
         positions_at_once=cfg.logprob_chunk_size,
     )
 
