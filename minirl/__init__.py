@@ -80,6 +80,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
     backends/linear_logprobs.py  the same from hidden states, without logits
     backends/output_layer.py   the output layer of a model, run for log-probs
+    backends/hf_model.py       positions and attention as the engine has them
     backends/stand_in.py       a small model of the same config, held against Hugging Face
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
@@ -89,6 +90,7 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/dtensor_fit.py    whether a model can be cut, packed and adapted so
     backends/dtensor_setup.py  mesh of ranks, model, sharding
     backends/dtensor_forward.py  rows to log-probs through that model
+    backends/dtensor_compare.py  that path held against Hugging Face
     backends/dtensor.py        any Hugging Face causal LM under FSDP2
     backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine
     backends/megatron_cpu.py   Megatron-Core without CUDA: patches and stand-ins, quarantined

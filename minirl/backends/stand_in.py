@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from minirl.backends.hf_model import ropes
 from minirl.hf import HfConfig, HfModel, causal_class, skeleton
 
 Run: TypeAlias = Callable[[HfModel], Sequence[Tensor]]
@@ -146,6 +147,7 @@ def _narrow(config: HfConfig, sizes: Sizes) -> None:
         "num_key_value_heads": small_shared,
         "hidden_size": small_heads * width if even else 64 * unit,
         "sliding_window": WINDOW,
+        "attention_chunk_size": WINDOW,
         "vocab_size": VOCABULARY * unit,
         "q_lora_rank": 64,
         "kv_lora_rank": 64,
@@ -198,26 +200,21 @@ def stand_in_model(config: HfConfig, attention: str | None = None) -> HfModel:
 
 
 def rows_of(config: HfConfig) -> list[list[int]]:
-    """Random tokens: a short row, a long one, and a shorter one after it.
+    """Random tokens: a short row, a long one, a shorter one to stand beside it, the first again.
 
-    The long one goes beyond a window, and beyond the length that positions were trained for
+    What a model remembers of a long row shows in the last. The long one goes beyond a window, and beyond the length that positions were trained for
     where that is short.
     """
     longest = min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
     bounds = [40, 2 * (getattr(config, "sliding_window", None) or 0) + 8]
-    for positions in _each_rope(config):
+    for positions in ropes(config):
         original = positions.get("original_max_position_embeddings") or 0
         bounds.append(original + 8 if original + 8 <= longest else 0)
     draw = torch.Generator().manual_seed(1)
     lengths = [min(n, longest) for n in (10, max(bounds), 5)]
     vocabulary = config.vocab_size
-    return [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
-
-
-def _each_rope(config: HfConfig) -> Iterator[dict[str, Any]]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [v for v in rope.values() if isinstance(v, dict)]
-    yield from cast("list[dict[str, Any]]", nested or [rope])
+    rows = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
+    return [*rows, rows[0]]
 
 
 @torch.no_grad()
@@ -234,6 +231,8 @@ def reference_logprobs(model: HfModel, rows: Sequence[Sequence[int]]) -> list[Te
 def compare(backend: str, config: HfConfig, run: Run, sizes: Sizes = PLAIN) -> str | None:
     """Holds `run` against Hugging Face on a stand-in of `config`, which is the whole model's.
 
+    Positions that depend on the batch have been frozen in it (`hf_model.frozen`).
+
     Returns None if they agree, or else why no stand-in could be made, as a part of a sentence.
 
     Raises:
@@ -246,7 +245,7 @@ def compare(backend: str, config: HfConfig, run: Run, sizes: Sizes = PLAIN) -> s
         if size > LARGEST:
             return f"its stand-in would have {size:,} parameters"
         expected = _expected(small)
-    except Exception as error:  # noqa: BLE001 # whatever code of a model's own raises when it is small
+    except Exception as error:  # whatever the code of a model raises when it is small
         return f"no stand-in of type {config.model_type!r} can be made ({_first_line(error)})"
     check(backend, small, expected, run)
     return None
@@ -282,8 +281,7 @@ def check(backend: str, small: HfConfig, expected: Sequence[Tensor], run: Run) -
 
 def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
     gaps = [(a.cpu() - b.cpu()).abs().max() for a, b in zip(expected, found, strict=True)]
-    worst = float(torch.stack(gaps).nan_to_num(nan=float("inf")).max())
-    return worst
+    return float(torch.stack(gaps).nan_to_num(nan=float("inf")).max())
 
 
 def _without(small: HfConfig) -> Iterator[tuple[str, HfConfig]]:
@@ -294,7 +292,7 @@ def _without(small: HfConfig) -> Iterator[tuple[str, HfConfig]]:
             if value == "plain" and now:
                 plain = [
                     {"rope_type": "default", "rope_theta": p.get("rope_theta", 1e4)}
-                    for p in _each_rope(small)
+                    for p in ropes(small)
                 ]
                 nested = [k for k, v in now.items() if isinstance(v, dict)]
                 value = dict(zip(nested, plain, strict=True)) if nested else plain[0]
@@ -311,5 +309,5 @@ def _without(small: HfConfig) -> Iterator[tuple[str, HfConfig]]:
 def _agrees(changed: HfConfig, run: Run) -> bool:
     try:
         return _difference(_expected(changed), run(stand_in_model(changed))) <= LIMIT
-    except Exception:  # noqa: BLE001 # a config that no model can have says nothing
+    except Exception:  # a config that no model can have says nothing
         return False
