@@ -35,7 +35,7 @@ FUSIONS = (
     *("moe_permute_fusion", "apply_rope_fusion"),
     *("bias_activation_fusion", "gradient_accumulation_fusion"),
 )
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Rotary positions that Megatron can compute as transformers does."""
 UNREAD: dict[str, tuple[tuple[str, ...], tuple[Any, ...], str]] = {
     "attention_bias": (
@@ -118,15 +118,12 @@ def check_model_rules(cfg: MegatronConfig, hf_config: Mapping[str, Any]) -> None
 
 def _check_read(model: Mapping[str, Any]) -> None:
     rope: Mapping[str, Any] = model.get("rope_parameters") or model.get("rope_scaling") or {}
-    for one in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-        kind = one.get("rope_type") or one.get("type") or "default"
-        refuse(
-            kind not in ROPE_TYPES,
-            f"policy.model_name: the config's rope_parameters.rope_type is {kind!r}, which Megatron "
-            f"does not compute; it has {', '.join(ROPE_TYPES)}; set "
-            "policy.hf_config_overrides.rope_parameters to one of them, or use "
-            "policy.dtensor_cfg.enabled=true",
-        )
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    refuse(
+        kind not in ROPE_TYPES,
+        f"policy.model_name: the config's rope_parameters.rope_type is {kind!r}, which Megatron "
+        f"does not compute; it has {', '.join(ROPE_TYPES)}; use policy.dtensor_cfg.enabled=true",
+    )
     for name, (families, neutral, meaning) in UNREAD.items():
         refuse(
             model.get("model_type") in families and model.get(name, neutral[0]) not in neutral,

@@ -5,7 +5,7 @@ trains, on one process: padded rows and, where there is a float32 kernel, packed
 """
 
 import tempfile
-from collections.abc import Sequence
+from functools import partial
 
 import torch
 from msgspec import structs
@@ -14,6 +14,7 @@ from torch import Tensor
 from minirl.backend import TokenHead
 from minirl.backends import megatron_setup
 from minirl.backends.megatron_bridge import has_transformer_engine, models_own_fields
+from minirl.backends.hf_model import frozen
 from minirl.backends.megatron_forward import forward, open_stage
 from minirl.backends.stand_in import compare, rows_of
 from minirl.hf import HfModel, read_config
@@ -25,33 +26,44 @@ from minirl.types import Rows
 def check_log_probs(cfg: PolicyConfig) -> None:
     """Refuses a model of which Megatron would make another.
 
-    On a single process, with its groups open.
+    On a single process, with its groups open and the model described.
 
     Raises:
-        ValueError: log-probs of the stand-in differ, or there can be none.
+        ValueError: log-probs of the stand-in differ, or there can be none; the message names the
+            field by which, where it can be told.
     """
-    config, failures = read_config(cfg.model_name), list[Exception]()
-
+    max_model_len = cfg.generation.vllm_cfg.max_model_len
+    config = frozen(read_config(cfg.model_name), max_model_len).config
     # Transformer Engine has no float32 kernel for packed rows.
     for packed in (False,) if has_transformer_engine() else (False, True):
-
-        def run(model: HfModel, packed: bool = packed) -> list[Tensor]:
-            try:
-                return _log_probs(cfg, model, packed=packed)
-            except Exception as error:  # noqa: BLE001 # of Bridge or Core: which field is to blame?
-                failures.append(error)
-                return [torch.full((len(row) - 1,), torch.nan) for row in rows_of(model.config)]
-
+        outcomes: list[Exception | None] = []
         try:
-            unknown = compare("Megatron", config, run)
+            unknown = compare("Megatron", config, partial(_attempt, cfg, outcomes, packed=packed))
         except ValueError as error:
-            seen = f" (Megatron said: {_line(failures[0])})" if failures else ""
-            raise ValueError(f"{error}{seen}") from error
+            if outcomes[0] is None:
+                raise
+            said = f"{type(outcomes[0]).__name__}: {' '.join(str(outcomes[0]).split())}"
+            # Whatever is left out, it fails: no field is to blame.
+            held = said if all(outcomes) else f"{error} (Megatron says {said})"
+            raise ValueError(held) from outcomes[0]
         if unknown is not None:
             raise ValueError(
                 f"policy.model_name: log-probs of {cfg.model_name!r} under Megatron cannot be "
                 f"held against Hugging Face's: {unknown}; use policy.dtensor_cfg.enabled=true"
             )
+
+
+def _attempt(
+    cfg: PolicyConfig, outcomes: list[Exception | None], model: HfModel, *, packed: bool
+) -> list[Tensor]:
+    """Log-probs of the stand-in; NaN when Bridge or Core fail, since a field may be to blame."""
+    try:
+        found, failure = _log_probs(cfg, model, packed=packed), None
+    except Exception as error:  # noqa: BLE001 # whatever third parties raise; it is reported
+        found = [torch.full((len(row) - 1,), torch.nan) for row in rows_of(model.config)]
+        failure = error
+    outcomes.append(failure)
+    return found
 
 
 def _log_probs(cfg: PolicyConfig, model: HfModel, *, packed: bool) -> list[Tensor]:
@@ -64,7 +76,7 @@ def _log_probs(cfg: PolicyConfig, model: HfModel, *, packed: bool) -> list[Tenso
         described = megatron_setup.describe(small)
         chunks = megatron_setup.build_chunks(small, described, trained=False)
         described.bridge.load_hf_weights(chunks)
-    stage = open_stage(small, described.provider, chunks)
+    stage = open_stage(small, described, chunks)
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     [output] = forward(stage, [Rows(tokens, lengths)], TokenHead())
     return [output.logprobs[i, : n - 1] for i, n in enumerate(lengths.tolist())]
@@ -84,6 +96,3 @@ def _small(cfg: PolicyConfig, folder: str, *, packed: bool) -> PolicyConfig:
         ),
     )
 
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -275,8 +275,8 @@ def convert(cfg: PolicyConfig, target: Path) -> None:
     megatron_setup.prepare_process(cfg.megatron_cfg)
     with world():
         megatron_setup.open_groups(cfg.megatron_cfg, key_of(0))
-        megatron_compare.check_log_probs(cfg)
         described = megatron_setup.describe(cfg)
+        megatron_compare.check_log_probs(cfg)
         bridge, provider = described.bridge, described.provider
         chunks = megatron_setup.build_chunks(cfg, described, trained=False)
         for chunk in chunks:

@@ -12,52 +12,65 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minirl.backends.hf_model import frozen
 from minirl.hf import HfConfig
-from minirl.megatron_fit import ROPE_TYPES
 
 
 class Positions(NamedTuple):
-    """What a provider says about positions."""
+    """A provider's rotary positions."""
 
     fields: dict[str, Any]
-    frequencies: Tensor | None = None
-    """Of Core's rotary embedding, where its fields cannot say them."""
+    frequencies: Tensor | None
+    """Of Core's rotary embedding, where no fields can say them."""
+    longest: int | None
+    """See `Frozen.longest`."""
 
 
-def positions_of(config: HfConfig) -> Positions:
-    """Scaled rotary positions, as transformers computes them.
+def positions_of(config: HfConfig, max_model_len: int) -> Positions:
+    """Positions as transformers computes them from a config that is frozen.
 
-    Other types than `ROPE_TYPES` are refused earlier; those that differ by the kind of the layer
-    are left to Bridge's own code for the family.
+    Those that differ by the kind of the layer are left to Bridge's own code for the family.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    config, longest = frozen(config.get_text_config(), max_model_len)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind == "default" or kind not in ROPE_TYPES:
-        return Positions({})
+    kind, fields = rope.get("rope_type", "default"), dict[str, Any]()
+    if "rope_theta" in rope:
+        fields["rotary_base"] = rope["rope_theta"]
+    if kind not in ROPE_INIT_FUNCTIONS:
+        return Positions(fields, None, longest)
     frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    factor = rope["factor"]
-    if kind == "linear":
-        return Positions({"seq_len_interpolation_factor": factor})
-    if kind == "llama3":
-        # Core has its other fields as constants, of Llama 3.1.
-        return Positions({"rope_scaling": True, "rope_scaling_factor": factor}, frequencies)
-    return Positions(_yarn_fields(rope, factor, scale))
+    factor = rope.get("factor") or 1.0
+    match kind:
+        case "linear":
+            return Positions(fields | {"seq_len_interpolation_factor": factor}, None, longest)
+        case "yarn":
+            return Positions(fields | _yarn_fields(rope, factor, scale), None, longest)
+        case "llama3":  # Core has all but the factor as constants, of Llama 3.1
+            fields |= {"rope_scaling": True, "rope_scaling_factor": factor}
+        case _:
+            fields |= _scale_fields(math.e, scale)
+    return Positions(fields, frequencies, longest)
 
 
 def _yarn_fields(rope: Mapping[str, Any], factor: float, scale: float) -> dict[str, Any]:
-    """`scale` of cosines and sines follows from several fields; of Core's, from two.
-
-    scale = (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1)
-    """
-    fields = {
+    return _scale_fields(factor, scale) | {
         "position_embedding_type": "yarn",
-        "yarn_rotary_scaling_factor": factor,
         "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
         "yarn_beta_fast": rope.get("beta_fast") or 32.0,
         "yarn_beta_slow": rope.get("beta_slow") or 1.0,
         "yarn_correction_range_round_to_int": rope.get("truncate", True),
+    }
+
+
+def _scale_fields(factor: float, scale: float) -> dict[str, Any]:
+    """`scale` of cosines and sines, which Core has in two fields.
+
+    scale = (0.1 yarn_mscale ln(factor) + 1) / (0.1 yarn_mscale_all_dim ln(factor) + 1)
+    """
+    fields = {
+        "yarn_rotary_scaling_factor": factor,
         "yarn_mscale": (scale - 1) / (0.1 * math.log(factor)) if factor > 1 else 1.0,
         "yarn_mscale_all_dim": 0.0,
     }
@@ -67,6 +80,7 @@ def _yarn_fields(rope: Mapping[str, Any], factor: float, scale: float) -> dict[s
 
 def window_fields(config: HfConfig, provider: Any) -> dict[str, Any]:
     """Windows of layers that attend to the nearest tokens only, where Bridge has read none."""
+    config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * provider.num_layers
     windowed = [int(kind == "sliding_attention") for kind in kinds]

@@ -17,7 +17,6 @@ from io import StringIO
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from minirl.backends import megatron_cpu
 from minirl.backends.megatron_bridge import (
@@ -26,7 +25,7 @@ from minirl.backends.megatron_bridge import (
     models_own_fields,
     open_bridge,
 )
-from minirl.backends.megatron_fields import positions_of, window_fields
+from minirl.backends.megatron_fields import Positions, positions_of, window_fields
 from minirl.backends.megatron_overrides import merge_overrides, refuse_decided, refuse_models_own
 from minirl.hf import model_facts
 from minirl.megatron_config import MegatronConfig
@@ -56,8 +55,7 @@ class Described(NamedTuple):
     bridge: Any
     """Bridge's converter between Hugging Face and Core."""
     provider: Any
-    frequencies: Tensor | None
-    """Of its rotary positions, where they are not those that Core computes."""
+    positions: Positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +117,8 @@ def describe(cfg: PolicyConfig) -> Described:
         warnings.simplefilter("ignore")  # of Bridge's own deprecated calls
         bridge = open_bridge(cfg.model_name, model_facts(cfg.model_name)["model_type"])
         provider = _provider_of(bridge, cfg.model_name)
-    config = bridge.hf_pretrained.config.get_text_config()
-    positions = positions_of(config)
+    config = bridge.hf_pretrained.config
+    positions = positions_of(config, cfg.generation.vllm_cfg.max_model_len)
     refuse_models_own(megatron.model_overrides, provider, models_own_fields())
     provider = merge_overrides(provider, megatron.model_overrides, MegatronConfig.__struct_fields__)
     facts = (
@@ -146,7 +144,7 @@ def describe(cfg: PolicyConfig) -> Described:
                 f"policy.megatron_cfg: Megatron refuses these settings for {cfg.model_name!r}: "
                 f"{error}"
             ) from error
-    return Described(bridge, provider, positions.frequencies)
+    return Described(bridge, provider, positions)
 
 
 def _provider_of(bridge: Any, name: str) -> Any:
@@ -299,8 +297,8 @@ def build_chunks(cfg: PolicyConfig, described: Described, *, trained: bool = Tru
         with redirect_stdout(StringIO()):  # Core prints the size of its vocabulary
             chunk = provider.provide(pre_process=first, post_process=last, vp_stage=stage)
         chunk.model_type = core("enums").ModelType.encoder_or_decoder
-        if described.frequencies is not None:
-            chunk.rotary_pos_emb.inv_freq = described.frequencies
+        if described.positions.frequencies is not None:
+            chunk.rotary_pos_emb.inv_freq = described.positions.frequencies
         if stage is not None:
             chunk.vp_stage = stage
         for name, parameter in chunk.named_parameters():
