@@ -8,8 +8,8 @@ from msgspec import structs
 
 from minirl import megatron_auto
 from minirl.backend import Backend, TrainState
-from minirl.engine import Engine
 from minirl.backends.hf_model import check_positions
+from minirl.engine import Engine
 from minirl.hf import model_facts, read_config, with_overrides
 from minirl.megatron_fit import check_machine, check_model_rules, this_machine
 from minirl.parallel import Axis
@@ -76,8 +76,6 @@ def check_policy(cfg: PolicyConfig) -> None:
         packed = cfg.sequence_packing.enabled
         dtensor_fit.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name), packed=packed)
         dtensor_fit.check_modules(cfg.dtensor_cfg, cfg.model_name)
-        if packed or cfg.dtensor_cfg.context_parallel_size > 1:
-            dtensor_fit.check_documents(cfg.model_name)
         dtensor_compare.check_logprobs(cfg)
         return
     from minirl.backends import megatron_setup

@@ -5,17 +5,19 @@ On a small stand-in, uncut, on the CPU, through the forward and the attention th
 
 import json
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from minirl.backend import TokenHead
+from minirl.backends.dtensor_fit import check_documents
 from minirl.backends.dtensor_forward import open_forward, view
 from minirl.backends.dtensor_setup import Meshes, Model, use_own_attention_
 from minirl.backends.hf_model import attention_for, frozen
 from minirl.backends.row_layout import Layout
 from minirl.backends.stand_in import compare, rows_of
-from minirl.hf import HfConfig, read_config
+from minirl.hf import read_config
 from minirl.log import say
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
@@ -29,20 +31,24 @@ PADDING = 3
 def check_logprobs(cfg: PolicyConfig) -> int | None:
     """Refuses a model whose log-probs would not be those of Hugging Face on rows alone.
 
-    Returns how long rows may be, if the model's positions end somewhere. The same question is answered once a process. A model that has no stand-in is told.
+    Returns how long rows may be, if the model's positions end somewhere. The same question is
+    answered once a process. A model that has no stand-in is told.
 
     Raises:
-        ValueError: names the field that the backend ignores, where it can be told.
+        ValueError: names the field that the backend ignores, where it can be told; or rows are
+            packed or cut and the model's layers would let sequences see each other.
     """
     max_model_len = cfg.generation.vllm_cfg.max_model_len
     config, longest = frozen(read_config(cfg.model_name), max_model_len)
-    keys = cfg.dtensor_cfg
+    packed = cfg.sequence_packing.enabled or cfg.dtensor_cfg.context_parallel_size > 1
+    if packed:
+        check_documents(cfg.model_name)
     reason = _compared(
-        type(config),
+        cast(Any, type(config)),
         json.dumps(config.to_dict(), sort_keys=True, default=str),
         cfg.logprob_chunk_size,
-        fused=keys.use_fused_linear_logprobs,
-        packed=cfg.sequence_packing.enabled or keys.context_parallel_size > 1,
+        fused=cfg.dtensor_cfg.use_fused_linear_logprobs,
+        packed=packed,
     )
     if reason is not None:
         say(f"log-probs of {cfg.model_name} were not compared with Hugging Face's: {reason}")
@@ -50,9 +56,7 @@ def check_logprobs(cfg: PolicyConfig) -> int | None:
 
 
 @cache
-def _compared(
-    kind: type[HfConfig], facts: str, chunk: int | None, *, fused: bool, packed: bool
-) -> str | None:
+def _compared(kind: Any, facts: str, chunk: int | None, *, fused: bool, packed: bool) -> str | None:
     here = Meshes(
         data=Axis(0, 1, None),
         parameters=None,

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from minirl.backends import dtensor_lora, experts, plans
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_fit import check_causal, check_documents, plan_for
+from minirl.backends.dtensor_fit import check_causal, plan_for
 from minirl.backends.hf_model import load_options
 from minirl.backends.row_layout import Layout, layout_of
 from minirl.backends.vocab_parallel import Shard as VocabularyShard
@@ -149,7 +149,6 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(ROUTER.search(name) is None)
     if needs_own_attention(meshes):
-        check_documents(cfg.model_name)
         use_own_attention_(model)
     return model
 

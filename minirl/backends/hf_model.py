@@ -23,9 +23,9 @@ class Frozen(NamedTuple):
 
 def ropes(config: HfConfig) -> Iterator[dict[str, Any]]:
     """The parameters of rotary positions, of all layers or of each kind of them."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    yield from cast("list[dict[str, Any]]", nested or [rope])
+    rope: dict[str, Any] = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    nested: Any = [value for value in rope.values() if isinstance(value, dict)]
+    yield from nested or [rope]
 
 
 def frozen(config: HfConfig, max_model_len: int) -> Frozen:

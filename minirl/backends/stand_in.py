@@ -43,10 +43,8 @@ PERIODS = (
     "full_attention_interval",
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "rope_parameters": ("plain",),
     "sliding_window": (None,),
     "use_sliding_window": (False,),
-    "layer_types": ("full",),
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
     "attention_bias": (False,),
@@ -59,7 +57,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "residual_multiplier": (1.0,),
     "logits_scaling": (1.0,),
     "logit_scale": (1.0,),
-    "query_pre_attn_scalar": ("head_dim",),
     "tie_word_embeddings": (False, True),
     "norm_topk_prob": (True, False),
 }
@@ -100,19 +97,19 @@ def stand_in_config(config: HfConfig, sizes: Sizes = PLAIN) -> HfConfig:
     facts = small.to_dict()
     for name in ("quantization_config", "auto_map", "transformers_version"):
         facts.pop(name, None)
-    return type(small).from_dict(facts)
+    return cast(Any, type(small)).from_dict(facts)
 
 
 def _choose_layers(config: HfConfig, sizes: Sizes) -> None:
     total: int = config.num_hidden_layers
-    lists = {
-        name: cast("list[Any]", value)
-        for name, value in vars(config).items()
-        if isinstance(value, list) and len(value) == total and name not in LISTED
+    fields = _fields(config)
+    lists: dict[str, Any] = {
+        n: v for n, v in fields.items() if isinstance(v, list) and n not in LISTED
     }
-    numbers = {n: v for n in LISTED if (v := getattr(config, n, None))}
-    thresholds = {n: v for n in THRESHOLDS if isinstance(v := getattr(config, n, None), int)}
-    periods = [v for n in PERIODS if isinstance(v := getattr(config, n, None), int) and v > 1]
+    lists = {n: v for n, v in lists.items() if len(v) == total}
+    numbers = {n: fields[n] for n in LISTED if fields.get(n)}
+    thresholds = {n: fields[n] for n in THRESHOLDS if isinstance(fields.get(n), int)}
+    periods = [v for n in PERIODS if isinstance(v := fields.get(n), int) and v > 1]
 
     def kind(layer: int) -> tuple[Any, ...]:
         listed = [repr(v[layer]) for v in lists.values()]
@@ -128,8 +125,8 @@ def _choose_layers(config: HfConfig, sizes: Sizes) -> None:
         chosen.append(next(rest))
     for name, value in lists.items():
         setattr(config, name, [value[i] for i in chosen])
-    for name, value in thresholds.items():
-        setattr(config, name, sum(i < value for i in chosen))
+    for name, bound in thresholds.items():
+        setattr(config, name, sum(i < bound for i in chosen))
     for name, value in numbers.items():
         setattr(config, name, [new for new, old in enumerate(chosen) if old in value])
     config.num_hidden_layers = len(chosen)
@@ -155,7 +152,7 @@ def _narrow(config: HfConfig, sizes: Sizes) -> None:
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
     }
-    for name in vars(config):
+    for name in _fields(config):
         if name.endswith(("intermediate_size", "ffn_dim", "n_inner")):
             values[name] = 32 * unit if name.startswith(("moe", "shared")) else 96 * unit
     values |= dict.fromkeys(EXPERTS, max(4, 2 * sizes.experts) // sizes.experts * sizes.experts)
@@ -164,6 +161,10 @@ def _narrow(config: HfConfig, sizes: Sizes) -> None:
         _lower(config, name, value)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, None)  # they may lie outside the vocabulary
+
+
+def _fields(config: HfConfig) -> dict[str, Any]:
+    return dict(cast(Any, config).__dict__)
 
 
 def _lower(config: HfConfig, name: str, value: int) -> None:
@@ -202,8 +203,8 @@ def stand_in_model(config: HfConfig, attention: str | None = None) -> HfModel:
 def rows_of(config: HfConfig) -> list[list[int]]:
     """Random tokens: a short row, a long one, a shorter one to stand beside it, the first again.
 
-    What a model remembers of a long row shows in the last. The long one goes beyond a window, and beyond the length that positions were trained for
-    where that is short.
+    What a model remembers of a long row shows in the last. The long one goes beyond a window, and
+    beyond the length that positions were trained for where that is short.
     """
     longest = min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
     bounds = [40, 2 * (getattr(config, "sliding_window", None) or 0) + 8]
@@ -213,14 +214,15 @@ def rows_of(config: HfConfig) -> list[list[int]]:
     draw = torch.Generator().manual_seed(1)
     lengths = [min(n, longest) for n in (10, max(bounds), 5)]
     vocabulary = config.vocab_size
-    rows = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
+    drawn: Any = [torch.randint(vocabulary, (n,), generator=draw).tolist() for n in lengths]
+    rows: list[list[int]] = drawn
     return [*rows, rows[0]]
 
 
 @torch.no_grad()
 def reference_logprobs(model: HfModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Of every row alone, unpadded, from a copy of the model that has seen nothing else."""
-    found = []
+    found = list[Tensor]()
     for row in rows:
         tokens = torch.tensor([row])
         logits = copy.deepcopy(model)(input_ids=tokens, use_cache=False).logits[0, :-1]
@@ -286,24 +288,26 @@ def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:
 
 def _without(small: HfConfig) -> Iterator[tuple[str, HfConfig]]:
     """The config with one field after the other that says nothing."""
-    for name, values in NEUTRAL.items():
+    neutral = {
+        "rope_parameters": (_plain_positions(small),),
+        "layer_types": (["full_attention"] * small.num_hidden_layers,),
+        "query_pre_attn_scalar": (getattr(small, "head_dim", None),),
+        **NEUTRAL,
+    }
+    for name, values in neutral.items():
+        now = getattr(small, name, None)
         for value in values:
-            changed, now = copy.deepcopy(small), getattr(small, name, None)
-            if value == "plain" and now:
-                plain = [
-                    {"rope_type": "default", "rope_theta": p.get("rope_theta", 1e4)}
-                    for p in ropes(small)
-                ]
-                nested = [k for k, v in now.items() if isinstance(v, dict)]
-                value = dict(zip(nested, plain, strict=True)) if nested else plain[0]
-            elif value == "full" and now:
-                value = ["full_attention"] * len(now)
-            elif value == "head_dim":
-                value = getattr(small, "head_dim", None)
-            if now is None or now == value:
-                continue
-            setattr(changed, name, value)
-            yield name, changed
+            if now is not None and now != value:
+                changed = copy.deepcopy(small)
+                setattr(changed, name, copy.deepcopy(value))
+                yield name, changed
+
+
+def _plain_positions(small: HfConfig) -> dict[str, Any]:
+    rope = cast("dict[str, Any]", getattr(small, "rope_parameters", None) or {})
+    plain = [{"rope_type": "default", "rope_theta": r.get("rope_theta", 1e4)} for r in ropes(small)]
+    kinds = [name for name, value in rope.items() if isinstance(value, dict)]
+    return dict(zip(kinds, plain, strict=True)) if kinds else plain[0]
 
 
 def _agrees(changed: HfConfig, run: Run) -> bool:
