@@ -37,6 +37,8 @@ FUSIONS = (
 )
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Rotary positions that Megatron can compute as transformers does."""
+UNREAD_ROPE = (("mistral", "yarn"),)
+"""Of them, what Bridge cannot read for a family."""
 UNREAD: dict[str, tuple[tuple[str, ...], tuple[Any, ...], str]] = {
     "attention_bias": (
         ("llama", "qwen3", "qwen3_moe"),
@@ -119,14 +121,17 @@ def check_model_rules(cfg: MegatronConfig, hf_config: Mapping[str, Any]) -> None
 def _check_read(model: Mapping[str, Any]) -> None:
     rope: Mapping[str, Any] = model.get("rope_parameters") or model.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    family = model.get("model_type")
+    known = [x for x in ROPE_TYPES if (family, x) not in UNREAD_ROPE]
     refuse(
-        kind not in ROPE_TYPES,
+        kind not in known,
         f"policy.model_name: the config's rope_parameters.rope_type is {kind!r}, which Megatron "
-        f"does not compute; it has {', '.join(ROPE_TYPES)}; use policy.dtensor_cfg.enabled=true",
+        f"does not compute for {family!r}: it has {', '.join(known)}; use "
+        "policy.dtensor_cfg.enabled=true",
     )
     for name, (families, neutral, meaning) in UNREAD.items():
         refuse(
-            model.get("model_type") in families and model.get(name, neutral[0]) not in neutral,
+            family in families and model.get(name, neutral[0]) not in neutral,
             f"policy.model_name: the config's {name} is {model.get(name)!r}: {meaning}; use "
             "policy.dtensor_cfg.enabled=true",
         )

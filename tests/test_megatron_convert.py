@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backend_cases import exported
-from models import save_model
+from models import SMALL, save_model
 from msgspec import structs
 from omegaconf import OmegaConf
 from parity import SIZES, Layout, policy
@@ -193,7 +193,9 @@ def test_settings_that_a_conversion_does_not_depend_on_convert_nothing(place: Pl
     assert place.runs() == 1
 
 
-@pytest.mark.parametrize("package", ["megatron-core", "megatron-bridge"])
+@pytest.mark.parametrize(
+    "package", ["megatron-core", "megatron-bridge", "compared with transformers"]
+)
 def test_a_conversion_by_other_versions_is_made_again(place: Place, package: str):
     file = place.open() / FACTS
     file.write_text(json.dumps({**json.loads(file.read_text()), package: "0.1"}))
@@ -389,6 +391,21 @@ def test_a_weight_that_the_files_lack_is_named_on_every_rank(tmp_path: Path):
     text = str(caught.value)
     assert text.count(f"ValueError: its files lack these weights, or have NaN in them: ['{name}']")
     assert text.count("\nValueError: policy.model_name: ") == 2
+
+
+@pytest.mark.slow
+def test_a_model_of_which_megatron_would_make_another_is_never_converted(tmp_path: Path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config_ = Gemma2Config(head_dim=16, **SMALL)
+    Gemma2ForCausalLM(config_).save_pretrained(tmp_path / "model")
+    with (
+        converting_in(tmp_path / "converted"),
+        pytest.raises(ValueError, match=r"could not be converted.*attn_logit_softcapping"),
+        converted(config(str(tmp_path / "model")), SOLO),
+    ):
+        pass
+    assert not folder_of(str(tmp_path / "model")).exists()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minirl.backend import TokenHead
 from minirl.backends import megatron_setup
-from minirl.backends.megatron_bridge import has_transformer_engine, models_own_fields
 from minirl.backends.hf_model import frozen
+from minirl.backends.megatron_bridge import has_transformer_engine, models_own_fields
 from minirl.backends.megatron_forward import forward, open_stage
 from minirl.backends.stand_in import compare, rows_of
 from minirl.hf import HfModel, read_config
@@ -43,9 +43,12 @@ def check_log_probs(cfg: PolicyConfig) -> None:
             if outcomes[0] is None:
                 raise
             said = f"{type(outcomes[0]).__name__}: {' '.join(str(outcomes[0]).split())}"
-            # Whatever is left out, it fails: no field is to blame.
-            held = said if all(outcomes) else f"{error} (Megatron says {said})"
-            raise ValueError(held) from outcomes[0]
+            if not all(outcomes):
+                raise ValueError(f"{error} (Megatron says {said})") from outcomes[0]
+            raise ValueError(  # whatever is left out: no field is to blame
+                f"policy.model_name: Megatron cannot run a small stand-in of {cfg.model_name!r}: "
+                f"{said}; use policy.dtensor_cfg.enabled=true"
+            ) from outcomes[0]
         if unknown is not None:
             raise ValueError(
                 f"policy.model_name: log-probs of {cfg.model_name!r} under Megatron cannot be "
@@ -59,7 +62,7 @@ def _attempt(
     """Log-probs of the stand-in; NaN when Bridge or Core fail, since a field may be to blame."""
     try:
         found, failure = _log_probs(cfg, model, packed=packed), None
-    except Exception as error:  # noqa: BLE001 # whatever third parties raise; it is reported
+    except Exception as error:  # whatever third parties raise; it is reported
         found = [torch.full((len(row) - 1,), torch.nan) for row in rows_of(model.config)]
         failure = error
     outcomes.append(failure)
@@ -69,7 +72,7 @@ def _attempt(
 def _log_probs(cfg: PolicyConfig, model: HfModel, *, packed: bool) -> list[Tensor]:
     """Those of the stand-in's rows, in one micro-batch."""
     rows = [torch.tensor(row) for row in rows_of(model.config)]
-    lengths = torch.tensor([len(row) for row in rows])
+    lengths = [len(row) for row in rows]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         small = _small(cfg, folder, packed=packed)
@@ -78,8 +81,8 @@ def _log_probs(cfg: PolicyConfig, model: HfModel, *, packed: bool) -> list[Tenso
         described.bridge.load_hf_weights(chunks)
     stage = open_stage(small, described, chunks)
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    [output] = forward(stage, [Rows(tokens, lengths)], TokenHead())
-    return [output.logprobs[i, : n - 1] for i, n in enumerate(lengths.tolist())]
+    [output] = forward(stage, [Rows(tokens, torch.tensor(lengths))], TokenHead())
+    return [output.logprobs[i, : n - 1] for i, n in enumerate(lengths)]
 
 
 def _small(cfg: PolicyConfig, folder: str, *, packed: bool) -> PolicyConfig:
@@ -95,4 +98,3 @@ def _small(cfg: PolicyConfig, folder: str, *, packed: bool) -> PolicyConfig:
             cfg.megatron_cfg, pipeline_dtype="float32", model_overrides=overrides
         ),
     )
-

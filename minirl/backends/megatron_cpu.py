@@ -265,6 +265,12 @@ def attention_class() -> Any:
             **ignored: Any,
         ) -> None:
             super().__init__(config=config)
+            for name, plain in (("attn_logit_softcapping", None), ("softmax_type", "vanilla")):
+                if getattr(config, name, plain) != plain:
+                    raise ValueError(
+                        "policy.megatron_cfg: the attention for machines without a GPU has no "
+                        f"{name} (the model's is {getattr(config, name)!r})"
+                    )
             size = config.window_size
             of_layer = (size, config.window_attn_skip_freq, layer_number)
             self.window = size[0] + 1 if layers.is_layer_window_attention(*of_layer) else None

@@ -26,15 +26,18 @@ class Positions(NamedTuple):
     """See `Frozen.longest`."""
 
 
-def positions_of(config: HfConfig, max_model_len: int) -> Positions:
+def positions_of(config: HfConfig, max_model_len: int, provider: Any) -> Positions:
     """Positions as transformers computes them from a config that is frozen.
 
-    Those that differ by the kind of the layer are left to Bridge's own code for the family.
+    Those that differ by the kind of the layer, and latent attention's, are left to Bridge's own
+    code for the family.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config, longest = frozen(config.get_text_config(), max_model_len)
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if provider.multi_latent_attention:
+        return Positions({}, None, longest)
     kind, fields = rope.get("rope_type", "default"), dict[str, Any]()
     if "rope_theta" in rope:
         fields["rotary_base"] = rope["rope_theta"]

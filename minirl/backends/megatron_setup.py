@@ -118,7 +118,7 @@ def describe(cfg: PolicyConfig) -> Described:
         bridge = open_bridge(cfg.model_name, model_facts(cfg.model_name)["model_type"])
         provider = _provider_of(bridge, cfg.model_name)
     config = bridge.hf_pretrained.config
-    positions = positions_of(config, cfg.generation.vllm_cfg.max_model_len)
+    positions = positions_of(config, cfg.generation.vllm_cfg.max_model_len, provider)
     refuse_models_own(megatron.model_overrides, provider, models_own_fields())
     provider = merge_overrides(provider, megatron.model_overrides, MegatronConfig.__struct_fields__)
     facts = (
