@@ -23,8 +23,8 @@ from minirl.backends.megatron_forward import forward, open_stage
 from minirl.hf import model_facts
 from minirl.megatron_config import MegatronConfig
 from minirl.megatron_fit import check_model_rules
-from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
+from minirl.parallel import SOLO, Axis
+from minirl.policy_config import PolicyConfig, SequencePackingConfig
 from minirl.rng import key_of
 from minirl.types import Rows
 
@@ -132,10 +132,10 @@ def under_megatron(cfg: PolicyConfig, rows: list[Tensor]) -> list[Tensor]:
     return [x[: len(row) - 1] for x, row in zip(output.logprobs, rows, strict=True)]
 
 
-def opened(model: str, *, packed: bool = False) -> PolicyConfig:
+def opened(model: str) -> PolicyConfig:
     """The policy, as it is converted; Megatron and its groups are ready."""
     check_model_rules(MegatronConfig(), model_facts(model))
-    cfg = megatron_convert._alone(policy(Layout("", 1, {}), model, packed=packed))
+    cfg = megatron_convert._alone(policy(Layout("", 1, {}), model, packed=False))
     megatron_setup.prepare_process(cfg.megatron_cfg)
     megatron_setup.open_groups(cfg.megatron_cfg, key_of(0))
     return cfg
@@ -148,7 +148,8 @@ def errors(axis: Axis, model: str) -> list[float]:
     rows = [torch.randint(2, 64, (n,), generator=draw) for n in LENGTHS]
     expected, found = alone(cfg, rows), []
     for packed in (False, True):
-        seen = under_megatron(opened(model, packed=packed), rows)
+        packing = SequencePackingConfig(enabled=packed)
+        seen = under_megatron(structs.replace(cfg, sequence_packing=packing), rows)
         pairs = zip(seen, expected, strict=True)
         found.append(max(float((a - b).abs().max()) for a, b in pairs))
     megatron_compare.check_log_probs(cfg)
@@ -180,17 +181,30 @@ def test_what_megatron_would_lose_is_refused_by_its_name(tmp_path: Path, name: s
     assert part in text
 
 
-def lost(axis: Axis, model: str, field: str) -> str:
-    """The refusal where Bridge, for once, loses a field that no rule knows."""
+def test_what_the_comparison_refuses_is_never_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "converted"))
+    model = save(tmp_path / "model", *REFUSED["caps"][:2])
+    with (
+        pytest.raises(ValueError, match=r"could not be converted.*attn_logit_softcapping"),
+        megatron_convert.converted(policy(Layout("", 1, {}), model, packed=False), SOLO),
+    ):
+        pass
+    assert not megatron_convert.folder_of(model).exists()
+
+
+def misread(axis: Axis, model: str, field: str, value: object) -> str:
+    """The refusal where Bridge, for once, misreads a field."""
     real = megatron_setup._provider_of
 
-    def losing(bridge: Any, name: str) -> Any:
+    def reading(bridge: Any, name: str) -> Any:
         provider = real(bridge, name)
-        setattr(provider, field, {"layernorm_epsilon": 0.3, "rotary_base": 10}[field])
+        setattr(provider, field, value)
         return provider
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(megatron_setup, "_provider_of", losing)
+        patch.setattr(megatron_setup, "_provider_of", reading)
         return refusal(axis, model)
 
 
@@ -203,9 +217,9 @@ def windowless(axis: Axis, model: str) -> str:
 def test_the_comparison_catches_what_no_rule_knows(tmp_path: Path):
     model = save(tmp_path / "windows", "qwen2", {**WINDOW, "max_window_layers": 1})
     [text] = run_ranks(1, windowless, model)
-    assert "without layer_types" in text
-    assert "sliding_window = " in text
-    [text] = run_ranks(1, lost, save(tmp_path / "plain", "llama", {}), "layernorm_epsilon")
+    assert "without layer_types = ['full_attention', 'sliding_attention'] they agree" in text
+    plain = save(tmp_path / "plain", "llama", {})
+    [text] = run_ranks(1, misread, plain, "layernorm_epsilon", 0.3)
     assert "no single field explains it" in text
 
 

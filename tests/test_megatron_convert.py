@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from backend_cases import exported
-from models import SMALL, save_model
+from models import save_model
 from msgspec import structs
 from omegaconf import OmegaConf
 from parity import SIZES, Layout, policy
@@ -391,21 +391,6 @@ def test_a_weight_that_the_files_lack_is_named_on_every_rank(tmp_path: Path):
     text = str(caught.value)
     assert text.count(f"ValueError: its files lack these weights, or have NaN in them: ['{name}']")
     assert text.count("\nValueError: policy.model_name: ") == 2
-
-
-@pytest.mark.slow
-def test_a_model_of_which_megatron_would_make_another_is_never_converted(tmp_path: Path):
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    config_ = Gemma2Config(head_dim=16, **SMALL)
-    Gemma2ForCausalLM(config_).save_pretrained(tmp_path / "model")
-    with (
-        converting_in(tmp_path / "converted"),
-        pytest.raises(ValueError, match=r"could not be converted.*attn_logit_softcapping"),
-        converted(config(str(tmp_path / "model")), SOLO),
-    ):
-        pass
-    assert not folder_of(str(tmp_path / "model")).exists()
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,8 @@ def _log_probs(cfg: PolicyConfig, model: HfModel, *, packed: bool) -> list[Tenso
         described = megatron_setup.describe(small)
         chunks = megatron_setup.build_chunks(small, described, trained=False)
         described.bridge.load_hf_weights(chunks)
+    # Rows of the stand-in may go where those of a run may not.
+    described = described._replace(positions=described.positions._replace(longest=None))
     stage = open_stage(small, described, chunks)
     tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     [output] = forward(stage, [Rows(tokens, torch.tensor(lengths))], TokenHead())

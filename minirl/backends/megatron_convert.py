@@ -268,8 +268,8 @@ def convert(cfg: PolicyConfig, target: Path) -> None:
     """Reads the Hugging Face checkpoint and writes it in Megatron's format, on this process alone.
 
     Raises:
-        ValueError: its log-probs would not be Hugging Face's, or the checkpoint lacks weights of the
-            model.
+        ValueError: its log-probs would not be Hugging Face's, or the checkpoint lacks
+            weights of the model.
     """
     if launched_size() != 1:
         raise ValueError("a conversion runs in one process")
