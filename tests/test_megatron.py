@@ -70,7 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3": save_model(root / "qwen3", "qwen3", **SIZES),
         "qwen2": save_model(root / "qwen2", "qwen2", vocab=63, **SIZES),
         "qwen3_moe": save_model(root / "moe", "qwen3_moe", **SIZES),
-        "windows": save_model(root / "windows", "qwen2", **SIZES, **WINDOWS),
+        "windows": save_model(root / "windows", "qwen3", **SIZES, **WINDOWS),
     }
 
 

@@ -235,7 +235,7 @@ def make_norm(config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) 
 def _around_one(cls: Any) -> Any:
     """The same norm with weights that are given as their distance from one."""
 
-    class Norm(cls):  # type: ignore[misc]  # a class that is given
+    class Norm(cls):  # type: ignore[misc]  # given at run time
         def forward(self, x: Tensor) -> Tensor:
             if cls is torch.nn.RMSNorm:
                 return rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)

@@ -119,6 +119,7 @@ def describe(cfg: PolicyConfig) -> Described:
         provider = _provider_of(bridge, cfg.model_name)
     config = bridge.hf_pretrained.config
     positions = positions_of(config, cfg.generation.vllm_cfg.max_model_len, provider)
+    own = positions.fields | window_fields(config, provider)
     refuse_models_own(megatron.model_overrides, provider, models_own_fields())
     provider = merge_overrides(provider, megatron.model_overrides, MegatronConfig.__struct_fields__)
     facts = (
@@ -126,8 +127,7 @@ def describe(cfg: PolicyConfig) -> Described:
         | (moe_fields(megatron) if provider.num_moe_experts else {})
         | (NO_GPU if not torch.cuda.is_available() else {})
         | kernel_fields(megatron)
-        | positions.fields
-        | window_fields(config, provider)
+        | own
     )
     refuse_decided(megatron.model_overrides, facts)
     # Not setattr, which would take a name that a newer Core has dropped.
