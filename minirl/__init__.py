@@ -89,6 +89,8 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/vocab_parallel.py log-probs of a vocabulary that is cut over ranks
     backends/linear_logprobs.py  the same from hidden states, without logits
     backends/output_layer.py   the output layer of a model, run for log-probs
+    backends/hf_model.py       positions and attention as the engine has them
+    backends/stand_in.py       a small model of the same config, held against Hugging Face
     backends/row_layout.py     padded or packed rows, cut for context parallelism
     backends/attention.py      attention within packed or cut sequences
     backends/experts.py        each rank holds some experts of a mixture
@@ -97,14 +99,17 @@ Backends: the only mutable objects; each file alone imports its dependency
     backends/dtensor_fit.py    whether a model can be cut, packed and adapted so
     backends/dtensor_setup.py  mesh of ranks, model, sharding
     backends/dtensor_forward.py  rows to log-probs through that model
+    backends/dtensor_compare.py  that path held against Hugging Face
     backends/dtensor.py        any Hugging Face causal LM under FSDP2
     backends/megatron_bridge.py  the door to Megatron Bridge, also without Transformer Engine
     backends/megatron_cpu.py   Megatron-Core without CUDA: patches and stand-ins, quarantined
     backends/megatron_overrides.py  model_overrides into Megatron Bridge's provider
+    backends/megatron_fields.py  what Bridge drops of a model's config, put right
     backends/megatron_setup.py groups, provider, chunks, optimizer, schedule
     backends/megatron_forward.py  Core's schedules: log-probs and gradients
     backends/megatron_moe.py   how evenly routers deal tokens to experts
     backends/megatron_ckpt.py  Core's sharded checkpoints
+    backends/megatron_compare.py  a model's stand-in, before it is converted
     backends/megatron_convert.py  the one-time conversion from Hugging Face
     backends/megatron.py       Megatron-Core in any layout
     backends/hf_generate.py    the oracle engine: slow and easy to check

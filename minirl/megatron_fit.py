@@ -35,6 +35,26 @@ FUSIONS = (
     *("moe_permute_fusion", "apply_rope_fusion"),
     *("bias_activation_fusion", "gradient_accumulation_fusion"),
 )
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Rotary positions that Megatron can compute as transformers does."""
+UNREAD_ROPE = (("mistral", "yarn"),)
+"""Of them, what Bridge cannot read for a family."""
+UNREAD: dict[str, tuple[tuple[str, ...], tuple[Any, ...], str]] = {
+    "attention_bias": (
+        ("llama", "qwen3", "qwen3_moe"),
+        (False,),
+        "a bias after the attention, which Core has only together with biases in every layer",
+    ),
+    "mlp_bias": (
+        ("llama",),
+        (False,),
+        "biases in the MLP, which Core has only together with biases after the attention",
+    ),
+    "decoder_sparse_step": (("qwen3_moe",), (1,), "layers without experts, which Bridge drops"),
+    "mlp_only_layers": (("qwen3_moe",), ([],), "layers without experts, which Bridge drops"),
+}
+"""Fields of configs by families that Bridge converts without them, with the values that say
+nothing and what others mean."""
 FP8_CAPABILITY = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """The oldest GPU that a recipe runs on, as CUDA's compute capability."""
 
@@ -83,16 +103,38 @@ def num_experts(hf_config: Mapping[str, Any]) -> int:
 def check_model_rules(cfg: MegatronConfig, hf_config: Mapping[str, Any]) -> None:
     """Refuses sizes that do not divide the model, and settings of mixtures for a dense model.
 
+    Also models of which Megatron would make another.
+
     Raises:
         ValueError: names the full key, its value, the model's number and the remedy.
     """
     model, experts = text_facts(hf_config), num_experts(hf_config)
+    _check_read(model)
     _check_stages(cfg, model)
     _check_tensor_parallel(cfg, model, moe=experts > 0)
     if not experts:
         _check_dense(cfg)
     else:
         _check_experts(cfg, model, experts)
+
+
+def _check_read(model: Mapping[str, Any]) -> None:
+    rope: Mapping[str, Any] = model.get("rope_parameters") or model.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    family = model.get("model_type")
+    known = [x for x in ROPE_TYPES if (family, x) not in UNREAD_ROPE]
+    refuse(
+        kind not in known,
+        f"policy.model_name: the config's rope_parameters.rope_type is {kind!r}, which Megatron "
+        f"does not compute for {family!r}: it has {', '.join(known)}; use "
+        "policy.dtensor_cfg.enabled=true",
+    )
+    for name, (families, neutral, meaning) in UNREAD.items():
+        refuse(
+            family in families and model.get(name, neutral[0]) not in neutral,
+            f"policy.model_name: the config's {name} is {model.get(name)!r}: {meaning}; use "
+            "policy.dtensor_cfg.enabled=true",
+        )
 
 
 def _check_stages(cfg: MegatronConfig, model: Mapping[str, Any]) -> None:

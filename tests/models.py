@@ -13,6 +13,19 @@ from minirl.policy_config import (
     VllmConfig,
 )
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+"""The sizes of a tiny model."""
 Family = Literal["qwen3", "qwen3_untied", "llama", "qwen2", "qwen3_moe"]
 FAMILIES: tuple[Family, ...] = ("qwen3", "qwen3_untied", "llama", "qwen2")
 """The dense ones."""
@@ -37,20 +50,8 @@ def save_model(
         Qwen3MoeForCausalLM,
     )
 
-    fields: dict[str, Any] = {
-        "vocab_size": vocab,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": family in ("qwen3", "qwen2"),
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-        **sizes,
-    }
+    tied = family in ("qwen3", "qwen2")
+    fields = {**SMALL, "vocab_size": vocab, "tie_word_embeddings": tied, **sizes}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         match family:

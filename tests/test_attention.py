@@ -30,24 +30,36 @@ def draw(seed: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def each_alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float | None) -> Tensor:
+def each_alone(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    scale: float | None,
+    window: int | None = None,
+) -> Tensor:
     ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
     found = []
     for start, end in pairwise(ends):
         part = [x[start:end].permute(1, 2, 0, 3) for x in (q, k, v)]
-        seen = scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=True)
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        mask = (back >= 0) & (back < (window or end - start))
+        seen = scaled_dot_product_attention(*part, attn_mask=mask, scale=scale, enable_gqa=True)
         found.append(seen.permute(2, 0, 1, 3).flatten(2))
     return torch.cat(found)
 
 
+windows = st.none() | st.integers(1, 7)
 lengths_of = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
 
-@given(st.integers(0, 1000), lengths_of, st.sampled_from([None, 0.3]))
-def test_each_sequence_is_attended_to_alone(seed: int, lengths: list[int], scale: float | None):
+@given(st.integers(0, 1000), lengths_of, st.sampled_from([None, 0.3]), windows)
+def test_each_sequence_is_attended_to_alone(
+    seed: int, lengths: list[int], scale: float | None, window: int | None
+):
     q, k, v = draw(seed, sum(lengths))
-    found = causal_attention(q, k, v, lengths, None, scale)
-    torch.testing.assert_close(found, each_alone(q, k, v, lengths, scale))
+    found = causal_attention(q, k, v, lengths, None, scale, window)
+    torch.testing.assert_close(found, each_alone(q, k, v, lengths, scale, window))
 
 
 def held_by(rank: int, num: int, lengths: list[int]) -> list[int]:
@@ -61,29 +73,39 @@ def held_by(rank: int, num: int, lengths: list[int]) -> list[int]:
 
 
 def attend_cut(
-    axis: Axis, whole: tuple[Tensor, ...], lengths: list[int], scale: float | None
+    axis: Axis,
+    whole: tuple[Tensor, ...],
+    lengths: list[int],
+    scale: float | None,
+    window: int | None,
 ) -> tuple[list[int], Tensor, list[Tensor]]:
     """A rank's tokens, their attention, and the gradients of what it holds."""
     tokens = held_by(axis.rank, axis.size, lengths)
     own = [x[tokens].requires_grad_() for x in whole[:3]]
-    found = causal_attention(own[0], own[1], own[2], lengths, axis.group, scale)
+    found = causal_attention(own[0], own[1], own[2], lengths, axis.group, scale, window)
     gradients = torch.autograd.grad(found, own, whole[3][tokens])
     return tokens, found.detach(), list(gradients)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "lengths", "scale"), [(2, [8, 4, 16], 0.3), (3, [12], None), (3, [6, 18], 1.0)]
+    ("ranks", "lengths", "scale", "window"),
+    [
+        (2, [8, 4, 16], 0.3, None),
+        (3, [12], None, None),
+        (3, [6, 18], 1.0, None),
+        (2, [8, 16], None, 5),
+    ],
 )
 def test_ranks_attend_to_their_parts_of_sequences_as_one_does(
-    ranks: int, lengths: list[int], scale: float | None
+    ranks: int, lengths: list[int], scale: float | None, window: int | None
 ):
     q, k, v = (x.requires_grad_() for x in draw(ranks, sum(lengths)))
-    alone = each_alone(q, k, v, lengths, scale)
+    alone = each_alone(q, k, v, lengths, scale, window)
     pull = torch.randn(alone.shape, generator=torch.Generator().manual_seed(9)).double()
     expected = torch.autograd.grad(alone, (q, k, v), pull)
     whole = tuple(x.detach() for x in (q, k, v, pull))
     seen: list[int] = []
-    for tokens, found, gradients in run_ranks(ranks, attend_cut, whole, lengths, scale):
+    for tokens, found, gradients in run_ranks(ranks, attend_cut, whole, lengths, scale, window):
         torch.testing.assert_close(found, alone.detach()[tokens])
         for mine, those in zip(gradients, expected, strict=True):
             torch.testing.assert_close(mine, those[tokens])
@@ -128,24 +150,26 @@ def as_documented(
     REAL.bind(query, key, value, ends, same, *sizes, **keys)
     assert ends.dtype == torch.int32
     assert ends[0] == 0
-    assert keys["window_size"] == (-1, 0), "causal"
+    before, after = keys["window_size"]
+    assert after == 0, "causal"
+    window = None if before == -1 else before + 1
     assert keys["enable_gqa"]
     assert sizes == (int(ends.diff().max()),) * 2
     tokens = [x[:, None] for x in (query, key, value)]
-    found = each_alone(*tokens, ends.diff().tolist(), keys["scale"])
+    found = each_alone(*tokens, ends.diff().tolist(), keys["scale"], window)
     return found.unflatten(-1, (query.shape[1], -1))[:, 0]
 
 
-@given(st.integers(0, 1000), lengths_of, st.sampled_from([None, 0.3]))
+@given(st.integers(0, 1000), lengths_of, st.sampled_from([None, 0.3]), windows)
 def test_the_gpu_s_kernel_is_given_the_same_sequences(
-    seed: int, lengths: list[int], scale: float | None
+    seed: int, lengths: list[int], scale: float | None, window: int | None
 ):
     q, k, v = draw(seed, sum(lengths))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_has_kernel", lambda query, value: True)
         patch.setattr(varlen, "varlen_attn", as_documented)
-        found = causal_attention(q, k, v, lengths, None, scale)
-    torch.testing.assert_close(found, each_alone(q, k, v, lengths, scale))
+        found = causal_attention(q, k, v, lengths, None, scale, window)
+    torch.testing.assert_close(found, each_alone(q, k, v, lengths, scale, window))
 
 
 def test_a_cpu_has_no_such_kernel():

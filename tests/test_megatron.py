@@ -39,6 +39,20 @@ TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
 CP2 = {"context_parallel_size": 2}
+WINDOWS: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": 3,
+    "max_window_layers": 2,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 4,
+    },
+}
+"""Half of the layers have windows; positions are scaled."""
 PLAIN_SGD = MegatronOptimizerConfig(
     optimizer="sgd",
     lr=GRADIENT["optimizer"].kwargs["lr"],
@@ -56,6 +70,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "qwen3": save_model(root / "qwen3", "qwen3", **SIZES),
         "qwen2": save_model(root / "qwen2", "qwen2", vocab=63, **SIZES),
         "qwen3_moe": save_model(root / "moe", "qwen3_moe", **SIZES),
+        "windows": save_model(root / "windows", "qwen3", **SIZES, **WINDOWS),
     }
 
 
@@ -105,8 +120,14 @@ def look(axis: Axis, cfg: PolicyConfig, temperature: float) -> dict[str, Any]:
         ("qwen3", 2, {**PP2, "use_fused_linear_logprobs": False}),
         ("qwen3", 1, {"activation_checkpointing": True, "recompute_granularity": "selective"}),
         ("qwen3_moe", 1, {"freeze_moe_router": False}),
+        ("windows", 2, TP2),
+        ("windows", 2, PP2),
+        ("windows", 2, CP2),
     ],
-    ids=["qwen2", "ragged vocabulary", "logits", "no SP", "logits, PP", "selective", "moe"],
+    ids=[
+        *("qwen2", "ragged vocabulary", "logits", "no SP", "logits, PP", "selective", "moe"),
+        *("windows, TP", "windows, PP", "windows, CP"),
+    ],
 )
 @pytest.mark.parametrize("packed", [False, True])
 def test_values_and_gradients_equal_a_plain_loop(

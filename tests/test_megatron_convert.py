@@ -35,7 +35,7 @@ from minirl.parallel import SOLO, Axis
 from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
-FOLDER = "NRL_MEGATRON_CHECKPOINT_DIR"
+FOLDER, COMPARED = "NRL_MEGATRON_CHECKPOINT_DIR", "compared with transformers"
 CONVERTER = """#!/bin/sh
 echo start >> {trace}
 {work}
@@ -193,7 +193,7 @@ def test_settings_that_a_conversion_does_not_depend_on_convert_nothing(place: Pl
     assert place.runs() == 1
 
 
-@pytest.mark.parametrize("package", ["megatron-core", "megatron-bridge"])
+@pytest.mark.parametrize("package", ["megatron-core", "megatron-bridge", COMPARED])
 def test_a_conversion_by_other_versions_is_made_again(place: Place, package: str):
     file = place.open() / FACTS
     file.write_text(json.dumps({**json.loads(file.read_text()), package: "0.1"}))

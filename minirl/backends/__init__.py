@@ -8,8 +8,9 @@ from msgspec import structs
 
 from minirl import megatron_auto
 from minirl.backend import Backend, TrainState
+from minirl.backends.hf_model import check_positions
 from minirl.engine import Engine
-from minirl.hf import model_facts, with_overrides
+from minirl.hf import model_facts, read_config, with_overrides
 from minirl.megatron_fit import check_machine, check_model_rules, this_machine
 from minirl.parallel import Axis
 from minirl.policy_config import PolicyConfig
@@ -67,15 +68,19 @@ def check_policy(cfg: PolicyConfig) -> None:
 
         vllm_arguments.check_kwargs(cfg.generation.vllm_kwargs)
     cfg = with_own_config(cfg)
+    check_positions(
+        read_config(cfg.model_name),
+        cfg.generation.vllm_cfg.max_model_len,
+        vllm=cfg.generation.backend == "vllm",
+    )
     if cfg.dtensor_cfg.enabled:
-        from minirl.backends import dtensor_fit, optim
+        from minirl.backends import dtensor_compare, dtensor_fit, optim
 
         optim.check(cfg)
         packed = cfg.sequence_packing.enabled
         dtensor_fit.check_layout(cfg.dtensor_cfg, model_facts(cfg.model_name), packed=packed)
         dtensor_fit.check_modules(cfg.dtensor_cfg, cfg.model_name)
-        if packed or cfg.dtensor_cfg.context_parallel_size > 1:
-            dtensor_fit.check_documents(cfg.model_name)
+        dtensor_compare.check_logprobs(cfg)
         return
     from minirl.backends import megatron_setup
 

@@ -26,8 +26,11 @@ def causal_attention(
     lengths: Iterable[int],
     group: dist.ProcessGroup | None,
     scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Attention within each of several sequences that lie one after the other.
+
+    A token attends to itself and to those before it; with a `window`, to so many in all.
 
     Shapes: [local tokens, batch, heads, width] to [local tokens, batch, heads x width]; `lengths`
     are those of whole sequences, of which a rank holds the chunks r and 2n - 1 - r of 2n.
@@ -35,7 +38,7 @@ def causal_attention(
     """
     num, rank = (dist.get_world_size(group), dist.get_rank(group)) if group else (1, 0)
     if num == 1 and _has_kernel(query, value):
-        return _packed(query, key, value, list(lengths), scale)
+        return _packed(query, key, value, list(lengths), scale, window)
     gather = cast(Any, _AllGather).apply
     parts = [torch.stack(gather(x, group)) if num > 1 else x[None] for x in (key, value)]
     outputs: list[Tensor] = []
@@ -48,7 +51,7 @@ def causal_attention(
         chunks = [(c * size, (c + 1) * size) for c in (rank, 2 * num - 1 - rank)]
         for start, end in chunks if num > 1 else [(0, length)]:
             rows = query[offset : offset + end - start]
-            outputs.append(_attend(rows, keys[:end], values[:end], start, scale))
+            outputs.append(_attend(rows, keys[:end], values[:end], start, scale, window))
             offset += end - start
         at = local.stop
     return torch.cat(outputs).flatten(2)
@@ -64,7 +67,12 @@ def _has_kernel(query: Tensor, value: Tensor) -> bool:
 
 
 def _packed(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """Attention within each sequence of the only row, in one launch."""
     from torch.nn.attention.varlen import varlen_attn
@@ -73,8 +81,9 @@ def _packed(
     longest = max(lengths)
     ends = torch.tensor([0, *lengths], device=query.device).cumsum(0, dtype=torch.int32)
     q, k, v = (x.squeeze(1) for x in (query, key, value))
+    reach = (-1 if window is None else window - 1, 0)
     found = kernel(
-        q, k, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=True
+        q, k, v, ends, ends, longest, longest, scale=scale, window_size=reach, enable_gqa=True
     )
     whole: Tensor = found.unsqueeze(1).flatten(2)
     return whole
@@ -88,12 +97,23 @@ def _in_order(parts: Tensor) -> Tensor:
     return torch.cat([*first, *second.flip(0)])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float | None) -> Tensor:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
     """Causal attention of the queries from position `start` on to all keys."""
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     mask: Any = None
     shared = query.shape[2] != key.shape[2]
-    if start and q.is_cuda:
+    if window is not None and window < len(key):
+        shape = (len(query), len(key))
+        near = torch.ones(shape, dtype=torch.bool, device=q.device).tril(diagonal=start)
+        mask = near.triu(diagonal=start - window + 1)
+    elif start and q.is_cuda:
         # Kernels that need no mask in memory take as many heads of keys as of queries.
         mask = cast(Any, bias).causal_lower_right(len(query), len(key))
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) if shared else x for x in (k, v))
@@ -101,7 +121,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float 
     elif start:
         mask = torch.ones(len(query), len(key), dtype=torch.bool).tril(diagonal=start)
     found = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=not start, scale=scale, enable_gqa=shared
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
     )
     return found.permute(2, 0, 1, 3)
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights, Work
 from minirl.backends import dtensor_lora, optim, shards
+from minirl.backends.dtensor_compare import check_logprobs
 from minirl.backends.dtensor_forward import Forward, open_forward, view
 from minirl.backends.dtensor_setup import (
     Model,
@@ -87,7 +88,8 @@ def open_backend(
 ) -> tuple[Backend[Handle[Trainer]], State]:
     """Loads `cfg.model_name` and shards it over `axis`; the state is that of a fresh run.
 
-    Every rank reads the whole model into host memory in float32 and keeps its shard; the
+    First a small stand-in of the model is held against Hugging Face. Then every rank reads the
+    whole model into host memory in float32 and keeps its shard; the
     device never holds more than one sharding unit in full. `with_reference` also keeps the
     weights as loaded for `logprobs(..., "reference")`, as shards in host memory. With LoRA the
     reference is the model without its adapters, and costs nothing.
@@ -95,7 +97,8 @@ def open_backend(
     Collective: every rank of `axis` calls this.
 
     Raises:
-        ValueError: a model that cannot be read in full, an optimizer or a schedule that cannot be
+        ValueError: a model that cannot be read in full, or is not what Hugging Face makes of its
+            config, an optimizer or a schedule that cannot be
             built (the message names the key), or an axis without a process group.
     """
     check_model(cfg.model_name)
@@ -107,9 +110,17 @@ def open_backend(
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     meshes = open_meshes(cfg, axis, device)
+    longest = check_logprobs(cfg)
     model = load_model(cfg, meshes)
     lora = dtensor_lora.attach_(model, cfg, key)
-    forward = open_forward(cfg, model, meshes, device)
+    forward = open_forward(
+        model,
+        meshes,
+        device,
+        fused=cfg.dtensor_cfg.use_fused_linear_logprobs,
+        positions_at_once=cfg.logprob_chunk_size,
+        longest=longest,
+    )
     shard_(model, cfg, meshes)
     if lora is not None:
         dtensor_lora.freeze_(model)

@@ -10,10 +10,10 @@ from torch import Tensor
 from minirl.backend import TokenHead, TokenOutput
 from minirl.backends import output_layer
 from minirl.backends.dtensor_setup import Meshes, Model, needs_own_attention
+from minirl.backends.hf_model import check_length
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.row_layout import document_lengths, to_model, to_output
 from minirl.backends.vocab_parallel import Shard, check_temperature, vocab_logprobs
-from minirl.policy_config import PolicyConfig
 from minirl.types import Rows
 
 
@@ -28,17 +28,28 @@ class Forward:
     fused: bool
     """Log-probs are taken from hidden states, and logits never exist in full."""
     positions_at_once: int | None
+    longest: int | None
+    """Rows of more tokens would have other positions than in the engine."""
 
 
-def open_forward(cfg: PolicyConfig, model: Model, meshes: Meshes, device: torch.device) -> Forward:
-    """Looks at the model before it is cut."""
+def open_forward(
+    model: Model,
+    meshes: Meshes,
+    device: torch.device,
+    *,
+    fused: bool,
+    positions_at_once: int | None,
+    longest: int | None,
+) -> Forward:
+    """Looks at the model before it is cut. `fused` asks for `Forward.fused`."""
     return Forward(
         model=model,
         meshes=meshes,
         vocabulary=meshes.vocabulary(model.config.get_text_config().vocab_size),
         device=device,
-        fused=cfg.dtensor_cfg.use_fused_linear_logprobs and output_layer.gives_plain_logits(model),
-        positions_at_once=cfg.logprob_chunk_size,
+        fused=fused and output_layer.gives_plain_logits(model),
+        positions_at_once=positions_at_once,
+        longest=longest,
     )
 
 
@@ -48,9 +59,10 @@ def view(on: Forward, rows: Rows, head: TokenHead) -> TokenOutput:
     Collective over the ranks that share its samples.
 
     Raises:
-        ValueError: the temperature is not positive.
+        ValueError: the temperature is not positive, or a row is longer than the model's positions.
     """
     check_temperature(head.temperature)  # an error inside the model would leave it gathered
+    check_length(int(rows.lengths.max()), on.longest)
     inputs, device = to_model(rows, on.meshes.layout), on.device
     documents: dict[str, Any] = {}
     if needs_own_attention(on.meshes):

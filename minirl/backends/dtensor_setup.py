@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from minirl.backends import dtensor_lora, experts, plans
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_fit import check_causal, check_documents, plan_for
+from minirl.backends.dtensor_fit import check_causal, plan_for
+from minirl.backends.hf_model import load_options
 from minirl.backends.row_layout import Layout, layout_of
 from minirl.backends.vocab_parallel import Shard as VocabularyShard
 from minirl.dtensor_config import DTensorConfig, data_parallel_size
@@ -50,8 +51,8 @@ class Meshes(NamedTuple):
     """How the ranks cooperate."""
 
     data: Axis
-    parameters: DeviceMesh
-    """Over which FSDP shards; with copies it has two sides."""
+    parameters: DeviceMesh | None
+    """Over which FSDP shards; with copies it has two sides. None: nothing is sharded."""
     experts: DeviceMesh | None
     """Sides `outside` and `expert`: over which FSDP shards experts, and over which they are cut."""
     tensor: DeviceMesh | None
@@ -120,7 +121,7 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
         ValueError: the checkpoint lacks weights of the model, or holds them in other shapes, or
             the model is not causal.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -131,6 +132,7 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # told apart below, by name
+        **load_options(cfg.model_name, cfg.generation.vllm_cfg.max_model_len),
     )
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
@@ -147,10 +149,16 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(ROUTER.search(name) is None)
     if needs_own_attention(meshes):
-        check_documents(cfg.model_name)
-        cast(Any, AttentionInterface).register(ATTENTION, document_attention)
-        model.set_attn_implementation(ATTENTION)
+        use_own_attention_(model)
     return model
+
+
+def use_own_attention_(model: Model) -> None:
+    """Makes the model's layers attend within sequences that lie one after the other."""
+    from transformers import AttentionInterface
+
+    cast(Any, AttentionInterface).register(ATTENTION, document_attention)
+    model.set_attn_implementation(ATTENTION)
 
 
 def needs_own_attention(meshes: Meshes) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from minirl.backends.hf_model import load_options
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
 from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
@@ -31,7 +32,8 @@ def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None
 
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     dtype: torch.dtype = getattr(torch, cfg.vllm_cfg.precision)
-    model = cast("Any", AutoModelForCausalLM).from_pretrained(model_path, dtype=dtype)
+    options = load_options(model_path, cfg.vllm_cfg.max_model_len)
+    model = cast("Any", AutoModelForCausalLM).from_pretrained(model_path, dtype=dtype, **options)
     model.to(device).eval()
     text_of = _decoder(tokenizer or model_path)
     version = 0

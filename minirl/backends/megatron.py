@@ -75,12 +75,13 @@ def open_backend(
     megatron_setup.prepare_process(cfg.megatron_cfg)
     with megatron_convert.converted(cfg, axis) as folder:
         megatron_setup.open_groups(cfg.megatron_cfg, key)
-        built = megatron_setup.build(cfg, megatron_setup.describe(cfg))
+        described = megatron_setup.describe(cfg)
+        built = megatron_setup.build(cfg, described)
         megatron_convert.read_(folder, built)
     groups = core("parallel_state")
     trainer = Trainer(
         built=built,
-        stage=open_stage(cfg, built),
+        stage=open_stage(cfg, described, built.chunks),
         reference=None,
         data_axis=Axis(
             groups.get_data_parallel_rank(),

@@ -50,7 +50,7 @@ def open_bridge(model_name: str, model_type: str) -> Any:
     except ValueError as error:
         raise ValueError(
             f"policy.model_name: Megatron Bridge cannot convert {model_name!r} "
-            f"(model_type {model_type!r}): {str(error).splitlines()[0]}"
+            f"(model_type {model_type!r}): {str(error).strip().splitlines()[0]}"
         ) from error
 
 

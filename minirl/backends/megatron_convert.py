@@ -3,8 +3,8 @@
 The folder is shared by all ranks and all runs. Rank 0 converts, in a process of its own and into a
 folder beside, which is then renamed; a lock keeps other jobs from converting meanwhile, and from
 replacing a folder that is read. A conversion records what it was made of: the model's files, the
-overrides, the versions of Bridge and Core. One that was made of anything else is stale and is made
-again.
+overrides, the versions of Bridge and Core, and of transformers, with whose log-probs those of the
+converted model were compared. One that was made of anything else is stale and is made again.
 """
 
 import fcntl
@@ -27,7 +27,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from minirl.backends import megatron_ckpt, megatron_setup
+from minirl.backends import megatron_ckpt, megatron_compare, megatron_setup
 from minirl.backends.megatron_bridge import has_transformer_engine
 from minirl.files import read_object, writing
 from minirl.hf import model_facts, weight_files
@@ -83,6 +83,7 @@ def fingerprint(cfg: PolicyConfig) -> dict[str, str]:
         "layers": "transformer_engine" if has_transformer_engine() else "local",
         "megatron-core": version("megatron-core"),
         "megatron-bridge": version("megatron-bridge"),
+        "compared with transformers": version("transformers"),
     }
 
 
@@ -230,6 +231,7 @@ def _run(command: Sequence[str], log: Path, lock: _Lock) -> Generator[None, None
     """
     launch = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
     env = {k: v for k, v in os.environ.items() if k not in launch and "TORCHELASTIC" not in k}
+    env["NVIDIA_TF32_OVERRIDE"] = "0"  # Transformer Engine rounds factors in float32 products
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
@@ -270,15 +272,18 @@ def convert(cfg: PolicyConfig, target: Path) -> None:
     """Reads the Hugging Face checkpoint and writes it in Megatron's format, on this process alone.
 
     Raises:
-        ValueError: the checkpoint lacks weights of the model.
+        ValueError: its log-probs would not be Hugging Face's, or the checkpoint lacks
+            weights of the model.
     """
     if launched_size() != 1:
         raise ValueError("a conversion runs in one process")
     megatron_setup.prepare_process(cfg.megatron_cfg)
     with world():
         megatron_setup.open_groups(cfg.megatron_cfg, key_of(0))
-        bridge, provider = megatron_setup.describe(cfg)
-        chunks = megatron_setup.build_chunks(cfg, provider, trained=False)
+        described = megatron_setup.describe(cfg)
+        megatron_compare.check_log_probs(cfg)
+        bridge, provider = described.bridge, described.provider
+        chunks = megatron_setup.build_chunks(cfg, described, trained=False)
         for chunk in chunks:
             for parameter in chunk.parameters():
                 parameter.detach().fill_(torch.nan)

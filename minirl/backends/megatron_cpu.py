@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm
 from torch.optim import Optimizer
 
 from minirl.backends.attention import causal_attention
@@ -245,10 +246,23 @@ def exact_grad_norm(
 def make_norm(config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> torch.nn.Module:
     """RMSNorm or LayerNorm; its parameters say whether their gradients are partial sums."""
     cls = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-    norm = cls(hidden_size, eps=eps)
+    norm = (_around_one(cls) if config.layernorm_zero_centered_gamma else cls)(hidden_size, eps=eps)
     for parameter in norm.parameters():
         cast(Any, parameter).sequence_parallel = config.sequence_parallel
     return norm
+
+
+@functools.cache
+def _around_one(cls: Any) -> Any:
+    """The same norm with weights that are given as their distance from one."""
+
+    class Norm(cls):  # type: ignore[misc]  # given at run time
+        def forward(self, x: Tensor) -> Tensor:
+            if cls is torch.nn.RMSNorm:
+                return rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
+            return layer_norm(x, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+    return Norm
 
 
 @functools.cache
@@ -256,6 +270,7 @@ def attention_class() -> Any:
     """Causal attention for sbhd and thd rows, grouped queries and context parallelism."""
     groups: Any = importlib.import_module("megatron.core.parallel_state")
     module: Any = importlib.import_module("megatron.core.transformer.module")
+    layers: Any = importlib.import_module("megatron.core.transformer.utils")
 
     class CoreAttention(module.MegatronModule):  # type: ignore[misc]  # Core has no types
         """In the place of Core's DotProductAttention: same arguments, same layout."""
@@ -271,11 +286,15 @@ def attention_class() -> Any:
             **ignored: Any,
         ) -> None:
             super().__init__(config=config)
-            if config.window_size is not None:
-                raise ValueError(
-                    "policy.megatron_cfg: the attention for machines without a GPU has no sliding "
-                    f"window (the model's is {config.window_size})"
-                )
+            for name, plain in (("attn_logit_softcapping", None), ("softmax_type", "vanilla")):
+                if getattr(config, name, plain) != plain:
+                    raise ValueError(
+                        "policy.megatron_cfg: the attention for machines without a GPU has no "
+                        f"{name} (the model's is {getattr(config, name)!r})"
+                    )
+            size = config.window_size
+            of_layer = (size, config.window_attn_skip_freq, layer_number)
+            self.window = size[0] + 1 if layers.is_layer_window_attention(*of_layer) else None
             self.scale, self.group = softmax_scale, groups.get_context_parallel_group()
 
         def forward(
@@ -288,15 +307,14 @@ def attention_class() -> Any:
             **ignored: Any,
         ) -> Tensor:
             assert attention_mask is None, "rows are causal; padding needs no mask"
+            attend = functools.partial(causal_attention, scale=self.scale, window=self.window)
             if packed_seq_params is None:
                 lengths = [query.shape[0] * dist.get_world_size(self.group)]
-                return causal_attention(query, key, value, lengths, self.group, self.scale)
+                return attend(query, key, value, lengths, self.group)
             ends = packed_seq_params.cu_seqlens_q_padded
             lengths = (ends[1:] - ends[:-1]).tolist()
             rows = [x.unsqueeze(1) for x in (query, key, value)]
-            return causal_attention(rows[0], rows[1], rows[2], lengths, self.group, self.scale)[
-                :, 0
-            ]
+            return attend(rows[0], rows[1], rows[2], lengths, self.group)[:, 0]
 
     return CoreAttention
 

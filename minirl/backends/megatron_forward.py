@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.backend import TokenHead, TokenOutput, Work
+from minirl.backends.hf_model import check_length
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.megatron_bridge import core
-from minirl.backends.megatron_setup import Built, Chunk
+from minirl.backends.megatron_setup import Chunk, Described
 from minirl.backends.output_layer import forward_replaced
 from minirl.backends.row_layout import (
     Layout,
@@ -52,18 +53,20 @@ class Stage:
     fused: bool
     """Log-probs are taken from hidden states, and logits never exist in full."""
     positions_at_once: int | None
+    longest: int | None
+    """Rows of more tokens would have other positions than in the engine."""
 
 
-def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
+def open_stage(cfg: PolicyConfig, described: Described, chunks: list[Chunk]) -> Stage:
     """The stage of this rank in Core's open process groups."""
-    groups, provider = core("parallel_state"), built.provider
+    groups, provider = core("parallel_state"), described.provider
     tensor, context = provider.tensor_model_parallel_size, provider.context_parallel_size
     columns = -(-provider.vocab_size // tensor)
     keys = cfg.megatron_cfg
     asked = keys.use_fused_linear_logprobs is not False and not keys.defer_fp32_logits
     defer = keys.defer_fp32_logits and provider.bf16
     return Stage(
-        chunks=built.chunks,
+        chunks=chunks,
         num_stages=provider.pipeline_model_parallel_size,
         layout=layout_of(
             tensor,
@@ -82,8 +85,9 @@ def open_stage(cfg: PolicyConfig, built: Built) -> Stage:
         if torch.cuda.is_available()
         else torch.device("cpu"),
         options={"fp32_output": False} if defer else {},
-        fused=asked and not provider.use_mup and _is_bare(built.chunks[-1]),
+        fused=asked and not provider.use_mup and _is_bare(chunks[-1]),
         positions_at_once=cfg.logprob_chunk_size,
+        longest=described.positions.longest,
     )
 
 
@@ -130,6 +134,7 @@ Finish: TypeAlias = Callable[[Work, TokenOutput], Any]
 
 def _run(stage: Stage, works: Sequence[Work], finish: Finish, *, train: bool) -> list[Any]:
     """Core's schedule; what `finish` gave for each micro-batch, on every stage."""
+    check_length(max(int(work.rows.lengths.max()) for work in works), stage.longest)
     chunks, interleaved = stage.chunks, len(stage.chunks) > 1
     if interleaved:  # it takes micro-batches by groups of as many as there are stages
         fillers = [works[-1]._replace(loss=_no_loss)] * (-len(works) % stage.num_stages)

@@ -77,7 +77,8 @@ def refuse_decided(overrides: Mapping[str, Any], decided: Mapping[str, Any]) -> 
     for name, value in overrides.items():
         refuse(
             name in decided and value not in (decided[name], _name_of(decided[name])),
-            f"{PATH}.{name} is {value!r}, but other keys of policy and this machine make it "
+            f"{PATH}.{name} is {value!r}, but other keys of policy, the model's config or "
+            f"this machine make it "
             f"{_name_of(decided.get(name))!r}; remove it",
         )
 

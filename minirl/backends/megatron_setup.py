@@ -25,6 +25,7 @@ from minirl.backends.megatron_bridge import (
     models_own_fields,
     open_bridge,
 )
+from minirl.backends.megatron_fields import Positions, positions_of, window_fields
 from minirl.backends.megatron_overrides import merge_overrides, refuse_decided, refuse_models_own
 from minirl.hf import model_facts
 from minirl.megatron_config import MegatronConfig
@@ -54,6 +55,7 @@ class Described(NamedTuple):
     bridge: Any
     """Bridge's converter between Hugging Face and Core."""
     provider: Any
+    positions: Positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,10 @@ def describe(cfg: PolicyConfig) -> Described:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Bridge's own deprecated calls
         bridge = open_bridge(cfg.model_name, model_facts(cfg.model_name)["model_type"])
-        provider = bridge.to_megatron_provider(load_weights=False)
+        provider = _provider_of(bridge, cfg.model_name)
+    config = bridge.hf_pretrained.config
+    positions = positions_of(config, cfg.generation.vllm_cfg.max_model_len, provider)
+    own = positions.fields | window_fields(config, provider)
     refuse_models_own(megatron.model_overrides, provider, models_own_fields())
     provider = merge_overrides(provider, megatron.model_overrides, MegatronConfig.__struct_fields__)
     facts = (
@@ -122,6 +127,7 @@ def describe(cfg: PolicyConfig) -> Described:
         | (moe_fields(megatron) if provider.num_moe_experts else {})
         | (NO_GPU if not torch.cuda.is_available() else {})
         | kernel_fields(megatron)
+        | own
     )
     refuse_decided(megatron.model_overrides, facts)
     # Not setattr, which would take a name that a newer Core has dropped.
@@ -138,7 +144,17 @@ def describe(cfg: PolicyConfig) -> Described:
                 f"policy.megatron_cfg: Megatron refuses these settings for {cfg.model_name!r}: "
                 f"{error}"
             ) from error
-    return Described(bridge, provider)
+    return Described(bridge, provider, positions)
+
+
+def _provider_of(bridge: Any, name: str) -> Any:
+    try:
+        return bridge.to_megatron_provider(load_weights=False)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(
+            f"policy.model_name: Megatron Bridge cannot read the config of {name!r}: "
+            f"{type(error).__name__}: {error}; use policy.dtensor_cfg.enabled=true"
+        ) from error
 
 
 def provider_fields(cfg: PolicyConfig) -> dict[str, Any]:
@@ -258,15 +274,16 @@ def build(cfg: PolicyConfig, described: Described) -> Built:
 
     Collective: every launched rank calls this, after `open_groups`.
     """
-    chunks = build_chunks(cfg, described.provider)
+    chunks = build_chunks(cfg, described)
     optimizer = build_optimizer(cfg, chunks)
     return Built(
         described.bridge, described.provider, chunks, optimizer, build_schedule(cfg, optimizer)
     )
 
 
-def build_chunks(cfg: PolicyConfig, provider: Any, *, trained: bool = True) -> list[Chunk]:
+def build_chunks(cfg: PolicyConfig, described: Described, *, trained: bool = True) -> list[Chunk]:
     """The chunks of this pipeline stage; `trained` wraps them for gradients."""
+    provider = described.provider
     groups = core("parallel_state")
     mark = core("tensor_parallel").set_defaults_if_not_set_tensor_model_parallel_attributes
     half = core("transformer.module").Float16Module
@@ -280,6 +297,8 @@ def build_chunks(cfg: PolicyConfig, provider: Any, *, trained: bool = True) -> l
         with redirect_stdout(StringIO()):  # Core prints the size of its vocabulary
             chunk = provider.provide(pre_process=first, post_process=last, vp_stage=stage)
         chunk.model_type = core("enums").ModelType.encoder_or_decoder
+        if described.positions.frequencies is not None:
+            chunk.rotary_pos_emb.inv_freq = described.positions.frequencies
         if stage is not None:
             chunk.vp_stage = stage
         for name, parameter in chunk.named_parameters():
