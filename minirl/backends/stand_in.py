@@ -164,7 +164,7 @@ def _narrow(config: HfConfig, sizes: Sizes) -> None:
 
 
 def _fields(config: HfConfig) -> dict[str, Any]:
-    return dict(cast(Any, config).__dict__)
+    return dict(config.__dict__)
 
 
 def _lower(config: HfConfig, name: str, value: int) -> None:
