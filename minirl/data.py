@@ -22,7 +22,9 @@ import torch
 
 from minirl.chat import Message, Tokenizer, encode_prompts
 from minirl.data_config import DataConfig, DatasetConfig
+from minirl.policy_config import SpecialTokensInMessages
 from minirl.rng import Key, fold_in, generator, key_of
+from minirl.special_tokens import num_spelled
 from minirl.types import Prompt
 from minirl.verifier_pool import open_pool, run_
 
@@ -37,6 +39,8 @@ class Dataset:
     shuffle: bool
     num_filtered: int = 0
     """Rows left out because their prompt was too long."""
+    num_spelled: int = 0
+    """Rows whose messages hold the text of a special token, those left out included."""
 
 
 class Datasets(NamedTuple):
@@ -61,6 +65,7 @@ def load_datasets(
     tokenizer: Tokenizer,
     chat_template_kwargs: Mapping[str, Any] | None,
     seed: int,
+    special_tokens_in_messages: SpecialTokensInMessages = "literal",
 ) -> Datasets:
     """Reads, checks and tokenises `data.train` and `data.validation`.
 
@@ -88,12 +93,19 @@ def load_datasets(
     def tokenised(rows: Sequence[_Row], cfg: DatasetConfig, name: str) -> Dataset:
         conversations = _conversations([row.input for row in rows], cfg, name)
         try:
-            tokens = encode_prompts(tokenizer, conversations, chat_template_kwargs)
+            tokens = encode_prompts(
+                tokenizer,
+                conversations,
+                chat_template_kwargs,
+                special_tokens_in_messages,
+                [row.id for row in rows],
+            )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         prompts = [Prompt(r.id, t, r.example) for r, t in zip(rows, tokens, strict=True)]
         kept = _fitting(prompts, data, name)
-        return Dataset(tuple(kept), seed, data.shuffle, len(prompts) - len(kept))
+        spelled = num_spelled(tokenizer, conversations)
+        return Dataset(tuple(kept), seed, data.shuffle, len(prompts) - len(kept), spelled)
 
     return Datasets(
         tokenised(train, data.train, "data.train"),
