@@ -6,7 +6,8 @@ a message that spells some stays text, and no message adds, moves or removes one
 sampled is rendered for reward functions and logs; nothing is ever tokenised again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from difflib import get_close_matches
 from functools import partial
@@ -155,8 +156,6 @@ def _render(
     *,
     add_generation_prompt: bool = True,
 ) -> list[str]:
-    from jinja2 import TemplateError
-
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
         raise ValueError(
@@ -164,14 +163,23 @@ def _render(
             "model's chat variant, or name a template in policy.tokenizer.chat_template, or put "
             "a chat_template.jinja beside its tokenizer.json"
         )
-    try:
+    arguments = _arguments(tokenizer, given or {})
+    with _template_errors(name):
         return tokenizer.apply_chat_template(
             [list(conversation) for conversation in conversations],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
-            **_arguments(tokenizer, given or {}),
+            **arguments,
         )
-    except (TemplateError, TypeError, LookupError) as error:
+
+
+@contextmanager
+def _template_errors(name: str) -> Iterator[None]:
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError, ValueError, LookupError) as error:
         raise ValueError(f"the chat template of {name!r} fails: {error}") from error
 
 
@@ -181,15 +189,19 @@ def _arguments(tokenizer: Tokenizer, given: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         ValueError: one of them does not reach the template, or the template does not read it.
     """
-    from jinja2.defaults import DEFAULT_NAMESPACE
+    from jinja2 import meta, nodes
     from transformers.utils import chat_template_utils
 
-    source = tokenizer.get_chat_template(tools=given.get("tools"))
-    read: frozenset[str] = cast(Any, chat_template_utils)._get_template_variables(source)
+    with _template_errors(tokenizer.name_or_path):
+        source = tokenizer.get_chat_template(tools=given.get("tools"))
+        environment = cast(Any, chat_template_utils)._compile_jinja_template(source).environment
+        tree: nodes.Template = environment.parse(source)
+    read = meta.find_undeclared_variables(tree)  # without the environment's own functions
+    if any(name.name == "strftime_now" for name in tree.find_all(nodes.Name)):
+        read.add("date_string")
     taken = {*signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
-    taken |= {*DEFAULT_NAMESPACE, "messages", "raise_exception", "strftime_now"}
-    taken -= {"tools", "documents"}
-    names = sorted(read - taken | ({"date_string"} if "strftime_now" in read else set()))
+    taken = (taken | {*environment.globals, "messages"}) - {"tools", "documents"}
+    names = sorted(read - taken)
     for name in given:
         refuse(name in taken, f"{KWARGS}: {name!r} is not the template's to read; remove it")
         near = " or ".join(get_close_matches(name, names))
