@@ -53,6 +53,7 @@ Arithmetic: pure functions of tensors, on one process
     packing.py                 which sequences share a micro-batch, and which a rank
 
 Text and tasks: from files to prompts, from answers to rewards
+    special_tokens.py          what a tokenizer takes for control, and messages that spell it
     chat.py                    conversations to tokens, once; tokens to text
     verifier_worker.py         a process for code that may do anything, and its guard
     verifier_pool.py           processes that survive what a model wrote

@@ -23,8 +23,10 @@ from minirl.config import EnvConfig
 from minirl.data_config import DataConfig, DatasetConfig
 from minirl.data_sources import decoded, generate, read_file, read_hub
 from minirl.files import shorten
+from minirl.policy_config import SpecialTokensInMessages
 from minirl.references import references
 from minirl.rng import Key, fold_in, generator, key_of
+from minirl.special_tokens import num_spelled
 from minirl.types import Prompt
 
 _ENV = EnvConfig()
@@ -40,6 +42,8 @@ class Dataset:
     shuffle: bool
     num_filtered: int = 0
     """Rows left out because their prompt was too long."""
+    num_spelled: int = 0
+    """Rows whose messages hold the text of a special token, those left out included."""
 
 
 class Datasets(NamedTuple):
@@ -67,6 +71,7 @@ def load_datasets(
     chat_template_kwargs: Mapping[str, Any] | None,
     seed: int,
     env: EnvConfig = _ENV,
+    special_tokens_in_messages: SpecialTokensInMessages = "literal",
 ) -> Datasets:
     """Reads, checks and tokenises `data.train` and `data.validation`.
 
@@ -98,12 +103,19 @@ def load_datasets(
     def tokenised(rows: Sequence[_Row], cfg: DatasetConfig, name: str) -> Dataset:
         conversations = _conversations([row.input for row in rows], cfg, name)
         try:
-            tokens = encode_prompts(tokenizer, conversations, chat_template_kwargs)
+            tokens = encode_prompts(
+                tokenizer,
+                conversations,
+                chat_template_kwargs,
+                special_tokens_in_messages,
+                [row.id for row in rows],
+            )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         prompts = [Prompt(r.id, t, r.example) for r, t in zip(rows, tokens, strict=True)]
         kept = _fitting(prompts, data, name)
-        return Dataset(tuple(kept), seed, data.shuffle, len(prompts) - len(kept))
+        spelled = num_spelled(tokenizer, conversations)
+        return Dataset(tuple(kept), seed, data.shuffle, len(prompts) - len(kept), spelled)
 
     return Datasets(
         tokenised(train, data.train, "data.train"),

@@ -18,12 +18,22 @@ from minirl.megatron_rules import check_rules
 TOTAL_LENGTH = "${policy.max_total_sequence_length}"
 
 
+SpecialTokensInMessages: TypeAlias = Literal["literal", "refuse"]
+
+
 class TokenizerConfig(Section, frozen=True):
     """`policy.tokenizer`."""
 
     name: Annotated[str, default("${policy.model_name}")]
+    chat_template: str | None = "default"
+    """default: the tokenizer's own; null: the messages as they are, one after the other; else a
+    Jinja template, or the path of a file that holds one. What NeMo-RL means by each."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Passed to the chat template, e.g. `{enable_thinking: false}`."""
+    """Passed to the chat template, e.g. `{enable_thinking: false}`. A template that writes today's
+    date needs `date_string`, so that a resumed run sees the same prompts."""
+    special_tokens_in_messages: SpecialTokensInMessages = "literal"
+    """Of a row or prompt file that spells special tokens: text like any other, or an error. Not in
+    NeMo-RL, where such text becomes the tokens."""
 
 
 PackingAlgorithm: TypeAlias = Literal[

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import huggingface_hub.constants
 import pytest
+from configs import MINIMAL, edited, load_tree
 from hypothesis import given
 from hypothesis import strategies as st
+from templates import CORES, FAMILIES, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -16,6 +18,7 @@ from minirl.chat import (
     encode_prompts,
     load_tokenizer,
     stop_token_ids,
+    unstopped,
 )
 from minirl.policy_config import TokenizerConfig
 
@@ -137,9 +140,42 @@ def test_arguments_of_the_template_reach_it():
     assert tokenizer.decode(tokens).endswith("<|assistant|>hmm")
 
 
-def test_an_argument_that_minirl_sets_is_refused():
-    with pytest.raises(ValueError, match="chat_template_kwargs: 'tokenize'"):
-        encode_prompts(byte_tokenizer(HABITS[0]), ask("hi"), {"tokenize": True})
+@pytest.mark.parametrize(
+    ("family", "given", "reason"),
+    [
+        ("qwen3", {"enable_thinkng": False}, "'enable_thinkng' is not.*mean enable_thinking"),
+        ("qwen2.5", {"enable_thinking": False}, "'enable_thinking' is not read.*; it reads none"),
+        ("qwen2.5", {"date_string": "1 May"}, "'date_string' is not read"),
+        ("qwen2.5", {"add_special_tokens": False}, "'add_special_tokens' is not read"),
+        ("qwen2.5", {"tools": []}, "'tools' is not read"),
+        *(
+            ("qwen3", {name: True}, f"'{name}' is not the template's to read")
+            for name in (
+                "conversation", "chat_template", "tokenize", "add_generation_prompt", "truncation",
+                "padding", "max_length", "return_tensors", "return_dict", "continue_final_message",
+                "messages", "eos_token", "raise_exception", "strftime_now", "namespace",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_an_argument_that_the_template_does_not_read_is_refused(family, given, reason):
+    with pytest.raises(ValueError, match=f"policy.tokenizer.chat_template_kwargs: {reason}"):
+        encode_prompts(tokenizer_of(FAMILIES[family]), ask("hi"), given)
+
+
+def test_what_a_template_reads_is_found_however_it_is_written():
+    template = (
+        "{% macro f() %}{{ a }}{% endmacro %}{% generation %}{{ f() }}{% endgeneration %}"
+        "{% for m in messages %}{% if loop.first and not b is defined %}{% set b = 'B' %}"
+        "{{ b }}{% endif %}{% break %}{% endfor %}{{ tools[0] }}{# d #}{% set e = 1 %}"
+    )
+    tokenizer = byte_tokenizer(HABITS[0], template)
+    [tokens] = encode_prompts(tokenizer, ask("hi"), {"a": "A", "tools": [{"x": "T"}]})
+    assert tokenizer.decode(tokens) == "AB{'x': 'T'}"
+    encode_prompts(tokenizer, ask("hi"), {"b": "b", "tools": [{}]})
+    for name in ("d", "e", "m", "f", "loop"):
+        with pytest.raises(ValueError, match=f"'{name}' is not read"):
+            encode_prompts(tokenizer, ask("hi"), {name: 1})
 
 
 def test_a_tokenizer_without_template_is_refused_by_name(tmp_path):
@@ -152,7 +188,21 @@ def test_a_tokenizer_without_template_is_refused_by_name(tmp_path):
 def test_a_message_that_spells_bos_is_refused_with_its_index():
     conversations = ask("fine") + ask("a <|bos|> b")
     with pytest.raises(ValueError, match=r"conversation 1 .*'<\|bos\|>'"):
-        encode_prompts(byte_tokenizer(HABITS[4]), conversations)
+        encode_prompts(byte_tokenizer(HABITS[4]), conversations, None, "refuse")
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\n \t"])
+@pytest.mark.parametrize("build", [byte_tokenizer, word_tokenizer])
+@pytest.mark.parametrize("habit", HABITS[3:])
+def test_white_space_before_bos_is_left_out(build, habit, space):
+    tokenizer = build(habit)
+    usual = encode_prompts(tokenizer, ask("hi"))
+    tokenizer.chat_template = space + tokenizer.chat_template
+    if space == " " or build is byte_tokenizer:  # the other one has no words for the rest
+        assert encode_prompts(tokenizer, ask("hi")) == usual
+    tokenizer.chat_template = f"{{{{ bos_token }}}}{space}{tokenizer.chat_template}"
+    with pytest.raises(ValueError, match="two BOS"):
+        encode_prompts(byte_tokenizer(habit, tokenizer.chat_template), ask("hi"))
 
 
 def test_a_template_that_writes_bos_twice_is_refused():
@@ -172,10 +222,108 @@ def test_what_a_template_refuses_is_reported():
         encode_prompts(tokenizer, ask("hi"))
 
 
+# ---- the template of the config, the date, the end of an answer ----------------------------------
+
+
+def test_the_config_names_a_template_its_text_or_none(tmp_path):
+    ALL[0][0].save_pretrained(tmp_path)
+    (tmp_path / "mine.jinja").write_text("é{{ messages[0].content }}", encoding="utf-8")
+
+    def prompt(**template):
+        tokenizer = load_tokenizer(TokenizerConfig(name=str(tmp_path), **template))
+        conversation = [{"role": "system", "content": "S"}, *ask("hi")[0]]
+        return tokenizer.decode(encode_prompts(tokenizer, [conversation])[0])
+
+    usual = "<|system|>S<|end|><|user|>hi<|end|><|assistant|>"
+    assert prompt() == prompt(chat_template="default") == usual
+    assert prompt(chat_template=None) == "Shi"
+    assert prompt(chat_template="<{{ messages[1].content }}>") == "<hi>"
+    assert prompt(chat_template=str(tmp_path / "mine.jinja")) == "éS"
+    for wrong in ("no/such.jinja", "chatml", str(tmp_path)):
+        with pytest.raises(ValueError, match=f"policy.tokenizer.chat_template='{wrong}'"):
+            prompt(chat_template=wrong)
+    with pytest.raises(ValueError, match=r"chat template of .* fails: unexpected"):
+        prompt(chat_template="{{ messages[ }}")
+
+
+def test_a_template_keeps_its_braces_through_a_config_and_back():
+    text = "{% if messages %}${x} {{ bos_token }}{% endif %}"
+    run = load_tree(edited(MINIMAL, {"policy.tokenizer.chat_template": text.replace("$", "\\$")}))
+    assert run.policy.tokenizer.chat_template == text
+    dated = load_tree(MINIMAL, "policy.tokenizer.chat_template_kwargs={date_string: 2026-01-31}")
+    assert dated.policy.tokenizer.chat_template_kwargs == {"date_string": "2026-01-31"}
+
+
+DATED = "{{ messages[0].content }}{% if tools %}{{ strftime_now('%d %b %Y') }}{% endif %}"
+
+
+def test_today_s_date_is_asked_for_and_stands_still():
+    llama, other = tokenizer_of(FAMILIES["llama 3"]), byte_tokenizer(HABITS[0], DATED)
+    for tokenizer, kwargs in ((llama, {}), (other, {"tools": [{}]})):
+        with pytest.raises(ValueError, match=r"date_string is None.*today's date.*resumed run"):
+            encode_prompts(tokenizer, ask("hi"), kwargs)
+    [tokens] = encode_prompts(llama, ask("hi"), {"date_string": "1 May"})
+    assert "Today: 1 May\n" in llama.decode(tokens)
+    assert other.decode(encode_prompts(other, ask("hi"))[0]) == "hi"
+    kwargs = {"tools": [{}], "date_string": "2026-01-31"}
+    assert other.decode(encode_prompts(other, ask("hi"), kwargs)[0]) == "hi31 Jan 2026"
+    with pytest.raises(ValueError, match="date_string is '1 May'"):
+        encode_prompts(other, ask("hi"), kwargs | {"date_string": "1 May"})
+
+
+ENDS = {"mistral": "</s>", "llama 3": "<|eot_id|>", "gemma": "<end_of_turn>", "tiny": "<|end|>"}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("core", CORES)
+def test_an_answer_ends_where_its_template_says(name, core):
+    family, tokenizer = FAMILIES[name], tokenizer_of(FAMILIES[name], core)
+    end = ENDS.get(name, "<|im_end|>")
+    ids = [tokenizer.convert_tokens_to_ids(end), 5000]
+    assert unstopped(tokenizer, family.kwargs, ids, ()) is None
+    assert unstopped(tokenizer, family.kwargs, ids[1:], ()) == end
+    assert unstopped(tokenizer, family.kwargs, [], (end,)) is None
+
+
+@pytest.mark.parametrize(
+    ("template", "stop_strings", "after"),
+    [
+        ("{{ messages[1].content }}", (), None),
+        ("{{ messages[1].content }}\n", (), None),
+        ("{{ messages[0].content }}<|user|>", (), None),  # it leaves answers out
+        ("{{ messages[1].content }}\n\nUser:", (), "User:"),
+        ("{{ messages[1].content }}\n\nUser:", ("User:",), None),
+    ],
+)
+def test_a_template_may_end_answers_by_text_or_not_at_all(template, stop_strings, after):
+    tokenizer = byte_tokenizer(HABITS[0], template)
+    assert unstopped(tokenizer, None, [1], stop_strings) == after
+
+
+# ---- tokens to text ------------------------------------------------------------------------------
+
+
 @given(texts=st.lists(st.text(), max_size=4))
-def test_sampled_text_is_rendered_as_it_is_without_special_tokens(texts):
+def test_sampled_text_is_rendered_as_it_is_without_its_end(texts):
     tokenizer = ALL[2][0]
     assert decode(tokenizer, [spell(tokenizer, text + "<|end|>") for text in texts]) == texts
+
+
+@pytest.mark.parametrize(
+    ("sampled", "text"),
+    [
+        ("1<|user|>4<|end|>", "1<|user|>4"),
+        ("1<|end|>4<|system|><|pad|><|pad|>", "1<|end|>4"),
+        ("<|pad|>1<|assistant|>", "<|pad|>1<|assistant|>"),
+        ("(4)<|end|>", "(4)"),
+        ("(4)", "(4)"),  # the token that ended it is a word of the answer
+        ("<|end|>", ""),
+    ],
+)
+def test_only_what_ended_an_answer_has_no_text(sampled, text):
+    tokenizer = byte_tokenizer(HABITS[0])
+    stops = tokenizer.convert_tokens_to_ids(["<|system|>", ")"])
+    assert decode(tokenizer, [spell(tokenizer, sampled)], stops) == [text]
 
 
 def test_a_space_before_punctuation_stays():

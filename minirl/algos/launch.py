@@ -25,7 +25,14 @@ from minirl.backends import (
     open_engine,
     with_own_config,
 )
-from minirl.chat import Tokenizer, decode, load_tokenizer, stop_token_ids, vocabulary_size
+from minirl.chat import (
+    Tokenizer,
+    decode,
+    load_tokenizer,
+    stop_token_ids,
+    unstopped,
+    vocabulary_size,
+)
 from minirl.checkpoint import latest, load_, save
 from minirl.config import GrpoRun, check_launch
 from minirl.cost import Cost, cost_of
@@ -80,8 +87,15 @@ def read_inputs(run: GrpoRun, num_ranks: int) -> Inputs:
     check_model(run.policy.model_name)
     check_policy(run.policy)
     tokenizer = load_tokenizer(run.policy.tokenizer)
-    kwargs = run.policy.tokenizer.chat_template_kwargs
-    data = load_datasets(run.data, tokenizer, kwargs, run.grpo.seed, run.env)
+    chat = run.policy.tokenizer
+    data = load_datasets(
+        run.data,
+        tokenizer,
+        chat.chat_template_kwargs,
+        run.grpo.seed,
+        run.env,
+        chat.special_tokens_in_messages,
+    )
     _check_vocabulary(data, run)
     prompts, drawn = len(data.train.prompts), prompts_per_draw(run.grpo)
     if prompts * run.grpo.max_num_epochs < drawn:
@@ -138,12 +152,14 @@ def run_grpo(run: GrpoRun) -> None:
             stack.enter_context(locked(place, key))
         with user_errors(run_dir):
             axis = stack.enter_context(world())
-            score = partial(score_answers, inputs.tokenizer, reward)
+            ends = inputs.sampling.stop_token_ids
+            score = partial(score_answers, inputs.tokenizer, reward, stop_token_ids=ends)
             state, parts = stack.enter_context(open_parts(run, inputs, score, axis))
             prepare_run_dir(run_dir, dump(run), resumed_step=state.step)
             total = num_steps(run, inputs.data)
             with open_log(run_dir, state.step, total, axis.rank) as log:
                 _announce(run, inputs, origin, state, log)
+                _announce_text(inputs, run, log)
                 loop.run(
                     state,
                     _plan(run, total),
@@ -236,10 +252,11 @@ def score_answers(
     reward: RewardFn,
     prompts: Sequence[Prompt],
     trajectories: Sequence[Trajectory],
+    stop_token_ids: Sequence[int] = (),
 ) -> list[Score]:
     """Renders what was sampled, once, and has it judged."""
     by_id = {prompt.id: prompt for prompt in prompts}
-    texts = decode(tokenizer, [sampled_tokens(t) for t in trajectories])
+    texts = decode(tokenizer, [sampled_tokens(t) for t in trajectories], stop_token_ids)
     return reward(
         [
             Answer(by_id[t.prompt_id], text, t.truncated)
@@ -275,13 +292,14 @@ def validate(
             for part in samples[0].score.components:
                 metrics[f"{name}/{part}"] = accuracy(samples, part)
             if name == "val/accuracy":
-                show_samples(samples[: run.logger.num_val_samples_to_print], inputs.tokenizer, log)
+                show_samples(samples[: run.logger.num_val_samples_to_print], inputs, log)
     return metrics | {"time/validation_s": seconds["validation"]}
 
 
-def show_samples(samples: Sequence[Judged], tokenizer: Tokenizer, log: Log) -> None:
+def show_samples(samples: Sequence[Judged], inputs: Inputs, log: Log) -> None:
     """Some answers, with their rewards."""
-    texts = decode(tokenizer, [sampled_tokens(s.trajectory) for s in samples])
+    answers = [sampled_tokens(s.trajectory) for s in samples]
+    texts = decode(inputs.tokenizer, answers, inputs.sampling.stop_token_ids)
     for s, text in zip(samples, texts, strict=True):
         log.say(f"  prompt {s.trajectory.prompt_id}: reward {s.score.reward:g}: {text!r}")
 
@@ -327,6 +345,26 @@ def vocabulary_warnings(model: int, tokenizer: int) -> list[str]:
         "of them and no answer is right: use policy.tokenizer.name of the model, or a model made "
         "for it"
     ]
+
+
+def _announce_text(inputs: Inputs, run: GrpoRun, log: Log) -> None:
+    """What prompts and answers may hold that one would not expect."""
+    sides = (inputs.data.train, inputs.data.validation)
+    num = sum(side.num_spelled for side in sides if side)
+    if num:
+        log.say(
+            f"{num} rows spell special tokens of the tokenizer; they are kept as text "
+            "(policy.tokenizer.special_tokens_in_messages)"
+        )
+    ids, strings = inputs.sampling.stop_token_ids, inputs.sampling.stop_strings
+    kwargs = run.policy.tokenizer.chat_template_kwargs
+    after = unstopped(inputs.tokenizer, kwargs, ids, strings)
+    if after is not None:
+        log.say(
+            f"warning: the chat template writes {after!r} after an answer, and no stop token "
+            f"(the model's are {list(ids)}); answers may run on to their greatest length. "
+            "Set policy.generation.stop_token_ids to its token"
+        )
 
 
 def learning_curve(path: Path) -> str:
