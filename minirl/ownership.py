@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import msgspec
 
@@ -183,7 +183,7 @@ def _settings(tree: object, path: str) -> Iterator[tuple[str, object]]:
     if not isinstance(tree, dict) or not tree:
         yield path, tree
         return
-    for name, value in tree.items():
+    for name, value in cast("dict[str, object]", tree).items():
         yield from _settings(value, f"{path}.{name}" if path else name)
 
 

@@ -83,6 +83,7 @@ def save_and_export(
         saved.mkdir(parents=True)
     torch.distributed.barrier()
     backend.save(state, saved)
+    torch.distributed.barrier()  # the first rank writes last
     return to_hugging_face(cfg, saved, root / "model", axis, **kwargs), seen
 
 

@@ -153,8 +153,8 @@ def test_two_ranks_equal_one(folders, name, units):
         assert {r["units"] for r in (one, *both)} == {units}
         assert [r["ratio"] for r in (one, *both)] == [0, 0, 0]
         for rank in both:
-            # field failure 70
-            assert rank["norms"][0] == pytest.approx(one["norms"][0], rel=1e-8)
+            # field failure 70; gradients are sums in float32, whose order is the processor's
+            assert rank["norms"][0] == pytest.approx(one["norms"][0], rel=1e-7)
             assert rank["norms"] == pytest.approx(one["norms"], rel=1e-6)
             assert distance(rank["weights"], one["weights"]) < bound
 

@@ -357,8 +357,9 @@ def _load_(state: State, folder: Path) -> State:
         )
     trainer.optimizer, trainer.schedule = trainer.build()
     shards.load_(folder, trainer.parameters(), trainer.optimizer, trainer.axis)
-    for _ in range(int(values["step"]) if trainer.schedule is not None else 0):
-        optim.advance_(trainer.schedule)
+    if trainer.schedule is not None:
+        for _ in range(int(values["step"])):
+            optim.advance_(trainer.schedule)
     if trainer.loss_scale is not None and values.get("loss_scale") is not None:
         trainer.loss_scale = LossScale(*values["loss_scale"])
     step, updates, cursor, key = (int(values[k]) for k in ("step", "updates", "cursor", "key"))
