@@ -126,7 +126,7 @@ def imported(module: str, name: str, key: str) -> object:
 
 def _class_at(path: str, base: type[C], key: str) -> type[C]:
     module, _, name = path.rpartition(".")
-    found = imported(module, name, key) if module else None
+    found: object = imported(module, name, key) if module else None
     if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
     is_what = "nothing" if found is None else shorten(repr(found))
