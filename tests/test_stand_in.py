@@ -239,6 +239,15 @@ def completions(engine: Any, room: int) -> list[list[Any]]:
     ]
 
 
+def wide(config: Any) -> Any:
+    """The same with heads of 32, the least that vLLM has a CPU kernel for."""
+    facts = copy.deepcopy(config.to_dict())
+    for name in ("short_factor", "long_factor"):
+        if name in facts["rope_parameters"]:
+            facts["rope_parameters"][name] *= 4
+    return type(config).from_dict({**facts, "hidden_size": 128, "head_dim": 32})
+
+
 ENGINES = ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "longrope_short"]
 
 
@@ -246,7 +255,7 @@ ENGINES = ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "longro
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_and_trainer_have_the_positions_of_hugging_face(kind, name, solo, tmp_path):
     case = POSITIONS[name]
-    model = saved(case.config, tmp_path)
+    model = saved(wide(case.config), tmp_path)
     save_tokenizer(tmp_path)
     engine = {"hf": hf_generate, "vllm": vllm}[kind].open_engine(
         generation(case.max_model_len), model
@@ -256,7 +265,7 @@ def test_engine_and_trainer_have_the_positions_of_hugging_face(kind, name, solo,
     finally:
         engine.close()
     whole = [prompt + answer for prompt, answer, _ in said]
-    expected = alone(case.alone, whole)
+    expected = alone(wide(case.alone), whole)
     for (prompt, _, logprobs), one in zip(said, expected, strict=True):
         assert (one[len(prompt) - 1 :] - logprobs).abs().max() < 5e-5
     opened = open_trainer(model, solo, case.max_model_len)
