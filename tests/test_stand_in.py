@@ -239,6 +239,15 @@ def completions(engine: Any, room: int) -> list[list[Any]]:
     ]
 
 
+def wide(config: Any) -> Any:
+    """The same with heads of 32, the least that vLLM has a CPU kernel for."""
+    facts = copy.deepcopy(config.to_dict())
+    for name in ("short_factor", "long_factor"):
+        if name in facts["rope_parameters"]:
+            facts["rope_parameters"][name] *= 4
+    return type(config).from_dict({**facts, "hidden_size": 128, "head_dim": 32})
+
+
 ENGINES = ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "longrope_short"]
 
 
@@ -246,7 +255,7 @@ ENGINES = ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "longro
 @pytest.mark.parametrize("name", ENGINES)
 def test_engine_and_trainer_have_the_positions_of_hugging_face(kind, name, solo, tmp_path):
     case = POSITIONS[name]
-    model = saved(case.config, tmp_path)
+    model = saved(wide(case.config), tmp_path)
     save_tokenizer(tmp_path)
     engine = {"hf": hf_generate, "vllm": vllm}[kind].open_engine(
         generation(case.max_model_len), model
@@ -256,7 +265,7 @@ def test_engine_and_trainer_have_the_positions_of_hugging_face(kind, name, solo,
     finally:
         engine.close()
     whole = [prompt + answer for prompt, answer, _ in said]
-    expected = alone(case.alone, whole)
+    expected = alone(wide(case.alone), whole)
     for (prompt, _, logprobs), one in zip(said, expected, strict=True):
         assert (one[len(prompt) - 1 :] - logprobs).abs().max() < 5e-5
     opened = open_trainer(model, solo, case.max_model_len)
@@ -447,7 +456,7 @@ def test_the_same_question_is_answered_once(monkeypatch, tmp_path):
 LAYERS = {
     "all alike": (config_of("Llama", num_hidden_layers=32), Sizes(), ["-", "-"]),
     "pipeline": (config_of("Llama", num_hidden_layers=32), Sizes(layers=4, multiple=3), ["-"] * 6),
-    "more than the model has": (config_of("Llama"), Sizes(layers=3), ["-"] * 3),
+    "more than the model has": (config_of("Llama"), Sizes(layers=9), ["-"] * 9),
     "one in six": (
         config_of("Gemma3Text", num_hidden_layers=24),
         Sizes(),
@@ -467,7 +476,7 @@ def test_every_kind_of_layer_is_in_a_stand_in(name):
     small = stand_in_config(config, sizes)
     assert small.num_hidden_layers == len(expected)
     kinds = getattr(small, "layer_types", None) or ["-"] * small.num_hidden_layers
-    assert sorted(kinds) == sorted(expected)
+    assert kinds == expected
     if hasattr(small, "max_window_layers"):
         assert small.max_window_layers == kinds.count("full_attention")
 

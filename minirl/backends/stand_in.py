@@ -9,6 +9,7 @@ shows here, however large the model is.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -119,9 +120,12 @@ def _choose_layers(config: HfConfig, sizes: Sizes) -> None:
     first = {kind(i): i for i in reversed(range(total))}
     prefix = max(first.values()) + 1
     chosen = list(range(prefix)) if prefix <= 8 else sorted(first.values())
-    rest = iter([i for i in range(total) if i not in chosen] + list(range(total)) * sizes.multiple)
+    first_chosen = set(chosen)
+    rest = chain((i for i in range(total) if i not in first_chosen), cycle(range(total)))
     while len(chosen) < sizes.layers or len(chosen) % sizes.multiple:
         chosen.append(next(rest))
+    if len(chosen) <= total:
+        chosen.sort()  # else the model's own order begins anew
     for name, value in lists.items():
         setattr(config, name, [value[i] for i in chosen])
     for name, bound in thresholds.items():
