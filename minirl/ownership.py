@@ -47,7 +47,7 @@ FREE = (
     "policy.megatron_cfg.scheduler.lr_wsd_decay_style",
     "policy.megatron_cfg.scheduler.lr_wsd_decay_iters",
     # Where the model lies; its files are compared instead.
-    "policy.model_name",
+    "policy.model_name.path",
     # Memory: how many rows or tokens at once, in which order, and what is kept where.
     *("policy.train_micro_batch_size", "policy.logprob_batch_size", "policy.logprob_chunk_size"),
     *("policy.sequence_packing", "policy.dynamic_batching", "policy.offload_optimizer_for_logprob"),
@@ -92,10 +92,12 @@ def identity_of(run: GrpoRun, train: Dataset) -> Identity:
     tree = json.loads(msgspec.json.encode(run))
     name = run.policy.model_name
     facts = dict(_settings(tree, ""))
+    del facts["policy.model_name"]  # three keys take its place
     if run.policy.tokenizer.name == name:
         facts["policy.tokenizer.name"] = "${policy.model_name}"
     rows = [(p.id, p.tokens, p.example) for p in train.prompts]
     return facts | {
+        "policy.model_name.path": name,
         "policy.model_name.config": _digest(model_facts(name)),
         "policy.model_name.weights": _digest(weight_files(name)),
         "data.train.rows": _digest(rows),

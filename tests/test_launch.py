@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from configs import MINIMAL, load_tree
@@ -16,12 +17,13 @@ from toy import PROMPTS, trajectory
 from minirl.algos import launch, tiny
 from minirl.backend import after_draw
 from minirl.backends import open_engine
-from minirl.checkpoint import save
+from minirl.checkpoint import latest, save
 from minirl.config import GrpoRun
 from minirl.data import Dataset, Datasets
 from minirl.engine import Engine, Request
 from minirl.loader import load
 from minirl.log import metrics_path, read_metrics
+from minirl.ownership import locked
 from minirl.parallel import world
 from minirl.rewards import Answer
 from minirl.rng import key_of
@@ -64,6 +66,7 @@ SMALL = (
     "env.num_workers=1",
     "logger.num_val_samples_to_print=1",
 )
+LAST = "grpo.max_num_steps=2"
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +131,7 @@ def test_engine_and_trainer_open_with_the_weights_of_the_last_checkpoint(
         with launch.open_parts(run, inputs, unused, axis) as (state, parts):
             assert (state.step, state.updates, state.cursor) == (0, 0, 0)
             moved = dataclasses.replace(after_draw(state, 5), step=3, updates=7)
-            save(parts.backend, moved, tmp_path / "kept", axis)
+            save(parts.backend, moved, tmp_path / "kept", axis, {})
         with launch.open_parts(run, inputs, unused, axis) as (state, parts):
             assert (state.step, state.updates, state.cursor) == (3, 7, 5)
             [said] = parts.engine.generate([Request((5, 6), key_of(0))], inputs.sampling)
@@ -166,6 +169,11 @@ def test_a_run_logs_validates_saves_and_says_what_it_has_left_to_do(
         run = run_in(files, tmp_path, f"grpo.max_num_steps={most}")
         launch.run_grpo(run)
         text = capsys.readouterr().out
+        going_on = ahead != "; steps 1 to 1"
+        step = tmp_path / "kept" / f"step_{1 if ahead == '; steps 2 to 2' else 2}"
+        assert (f"resumed from {step} at step {step.name[-1]}\n" in text) == going_on
+        change = "grpo.max_num_steps: 1 when it was saved, 2 now"
+        assert (f"changed since: {change}\n" in text) == (ahead == "; steps 2 to 2")
         [first] = [line for line in text.splitlines() if "training prompts" in line]
         assert first.startswith("5 training prompts, 5 for validation (0 of them also in training")
         assert ahead in first
@@ -174,8 +182,100 @@ def test_a_run_logs_validates_saves_and_says_what_it_has_left_to_do(
     lines = read_metrics(metrics_path(tmp_path / "log"))
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[0]["val/accuracy"] == 0.0
-    assert sorted(f.name for f in (tmp_path / "kept").iterdir()) == ["step_1", "step_2"]
+    assert sorted(f.name for f in (tmp_path / "kept").glob("step_*")) == ["step_1", "step_2"]
     assert load(tmp_path / "log" / "config.yaml", [], GrpoRun) == run
+
+    # Another run in the same folders is refused, in all that differs, and leaves them as they are.
+    before = contents(tmp_path)
+    other = run_in(files, tmp_path, "grpo.seed=7", "loss_fn.ratio_clip_min=0.1")
+    with pytest.raises(ValueError, match="was saved by another run") as refused:
+        launch.run_grpo(other)
+    lines = str(refused.value).splitlines()[1:]
+    assert [line.strip() for line in lines] == [
+        "grpo.seed: 42 when it was saved, 7 now",
+        "loss_fn.ratio_clip_min: 0.2 when it was saved, 0.1 now",
+        "name another folder; or, to go on from it all the same, set "
+        "checkpointing.allowed_changes: [grpo.seed, loss_fn.ratio_clip_min]",
+    ]
+    assert contents(tmp_path) == before
+    allowed = "checkpointing.allowed_changes=[grpo.seed, loss_fn]"
+    launch.run_grpo(
+        run_in(files, tmp_path, "grpo.seed=7", "loss_fn.ratio_clip_min=0.1", allowed, LAST)
+    )
+    assert "resumed from" in capsys.readouterr().out
+
+    # So is one whose reward function or checkpoint is not there, or while another is in them.
+    before = contents(tmp_path)
+    (tmp_path / "kept" / "step_2" / "identity.json").rename(tmp_path / "aside")
+    with pytest.raises(ValueError, match=r"has no identity\.json"):
+        launch.run_grpo(run)
+    (tmp_path / "aside").rename(tmp_path / "kept" / "step_2" / "identity.json")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        launch.run_grpo(run_in(files, tmp_path, "data.train.env_name='operator:nothing'"))
+    with (
+        locked(tmp_path / "kept", "checkpointing.checkpoint_dir"),
+        pytest.raises(ValueError, match=r"checkpoint_dir: .*kept' is in use by process \d+ on"),
+    ):
+        launch.run_grpo(run)
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file but locks, which name whoever is there."""
+    return {f: f.read_bytes() for f in folder.rglob("*") if f.is_file() and f.name != ".lock"}
+
+
+def test_a_run_ends_where_its_data_ends_and_goes_on_when_it_may_pass_over_them_again(
+    files: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # 5 prompts of which about half differ: two passes are 5 draws of 2.
+    (tmp_path / "halves.py").write_text(
+        "def reward(completion, example):\n    return float(len(completion) % 2)\n"
+    )
+    sampling = ("grpo.use_dynamic_sampling=true", "grpo.num_generations_per_prompt=4")
+    ends = ("grpo.val_at_end=true", "grpo.val_at_start=false", "grpo.val_period=0")
+    sizes = ("policy.train_global_batch_size=8", "data.train.env_name='halves:reward'")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        for name, all_epochs in (("parts", (3, 6)), ("whole", (6,))):
+            for epochs in all_epochs:
+                places = (
+                    f"logger.log_dir={tmp_path / name}",
+                    f"checkpointing.checkpoint_dir={tmp_path / name}",
+                )
+                run = run_in(
+                    files, tmp_path, *sampling, *ends, *sizes, *places,
+                    f"grpo.max_num_epochs={epochs}", "logger.num_val_samples_to_print=0",
+                )  # fmt: skip
+                launch.run_grpo(run)
+                text = capsys.readouterr().out
+                assert text.count("the data ends here") == 1, text
+                assert text.count(" at most") == 1
+                step, folder = cast("tuple[int, Path]", latest(tmp_path / name))
+                cursor = json.loads((folder / "state.json").read_text())["cursor"]
+                assert 0 < cursor <= epochs * 5
+                lines = read_metrics(metrics_path(tmp_path / name))
+                assert [(x["step"], "val/accuracy" in x) for x in lines[-2:]] == [
+                    *((step, False), (step, True)),
+                ]
+    finally:
+        sys.path.remove(str(tmp_path))
+    parts, whole = (read_metrics(metrics_path(tmp_path / n)) for n in ("parts", "whole"))
+    trained = [[x for x in lines if "train/loss" in x] for lines in (parts, whole)]
+    assert len(trained[0]) == len(trained[1]) > 1
+    for one, other in zip(*trained, strict=True):
+        assert one["train/loss"] == other["train/loss"]
+        assert one["train/reward_mean"] == other["train/reward_mean"]
+
+
+@pytest.mark.parametrize(
+    ("model", "tokenizer", "warned"),
+    [(32_000, 102, True), (151_936, 151_665, False), (262_208, 262_145, False), (128, 102, False)],
+)
+def test_a_vocabulary_that_is_mostly_without_text_is_warned_of(model, tokenizer, warned):
+    found = launch.vocabulary_warnings(model, tokenizer)
+    assert len(found) == warned
+    assert all(f"{model - tokenizer} of the model's {model} tokens" in line for line in found)
 
 
 # ---- the curve ----------------------------------------------------------------------------------

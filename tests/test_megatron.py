@@ -337,9 +337,11 @@ def test_what_does_not_belong_to_the_run_is_refused(models: dict[str, str], tmp_
     [message] = run_ranks(1, load_error, other, saved)
     assert "policy.megatron_cfg.optimizer.use_distributed_optimizer True, not False" in message
     # Rates and their schedule are those of the config.
-    faster = structs.replace(cfg.megatron_cfg.optimizer, lr=2.0, min_lr=1.0, adam_beta2=0.5)
-    for schedule in (SCHEDULE, MegatronSchedulerConfig(lr_warmup_iters=9)):
-        other = config(models["qwen3"], scheduler=schedule, optimizer=faster)
+    faster = structs.replace(cfg.megatron_cfg.optimizer, lr=2.0, adam_beta2=0.5)
+    slowing = structs.replace(faster, min_lr=1.0)
+    constant = MegatronSchedulerConfig(lr_warmup_iters=9)
+    for schedule, optimizer in ((SCHEDULE, slowing), (constant, faster)):
+        other = config(models["qwen3"], scheduler=schedule, optimizer=optimizer)
         assert run_ranks(1, rates, other, saved) == run_ranks(1, rates, other, None)
     [message] = run_ranks(1, load_error, config(models["qwen2"], scheduler=SCHEDULE), saved)
     assert "does not hold the model of policy.model_name" in message

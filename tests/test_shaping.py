@@ -1,5 +1,7 @@
 """Laws of the reward path, and of the samples that a step collects."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,7 +154,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ_and_keeps_the_rest():
 
 
 def test_the_surplus_comes_first_in_the_next_step_and_groups_stay_apart():
-    cfg = config(use_dynamic_sampling=True, batch_multiplier=2)
+    cfg = config(use_dynamic_sampling=True, batch_multiplier=2, max_num_epochs=2)
     state, _, _ = collect(fresh(), parts(), cfg, {})
     _, samples, _ = collect(state, parts(), cfg, {})
     assert prompts_of(samples) == [7, 7, 8, 8, 10, 10, 11, 11]
@@ -167,6 +169,28 @@ def test_a_surplus_that_fills_a_step_draws_nothing():
     assert prompts_of(samples) == [7, 7]
     assert after.cursor == state.cursor
     assert seen["sampled_tokens"].total == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("epochs", "steps"), [(1, (3, 1)), (2, (6, 3)), (3, (9, 5))])
+def test_no_prompt_is_drawn_beyond_the_last_pass_over_the_data(dynamic, epochs, steps):
+    # 8 of 12 prompts differ; draws of 5: 10 of 12 prompts (1 2 4 | 5 7 8), 20 of 24, 35 of 36.
+    fields = {"use_dynamic_sampling": True, "batch_multiplier": 1.25} if dynamic else {}
+    cfg, state, taken = config(max_num_epochs=epochs, **fields), fresh(), 0
+    while (collected := collect(state, parts(), cfg, {})) is not None:
+        state, taken = collected[0], taken + 1
+        assert state.cursor <= epochs * 12
+    assert taken == steps[dynamic]
+
+
+def test_tokens_without_text_are_counted():
+    found = collect(fresh(), parts(), config(), {})
+    assert found is not None
+    tokens = [t for s in found[1] for t in s.trajectory.tokens]
+    for size in (None, 0, 50, 97):
+        _, _, seen = collect(fresh(), replace(parts(), vocabulary=size), config(), {})
+        expected = 0 if size is None else sum(t >= size for t in tokens)
+        assert seen["tokens_without_text"].total == expected
 
 
 def test_too_few_groups_that_differ_are_an_error_with_the_scores_seen():  # field failure 51
