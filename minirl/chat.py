@@ -5,10 +5,12 @@ add special tokens, so no prompt begins with two. What a model sampled is render
 functions and logs; nothing is ever tokenised again.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, cast
 
+from minirl.files import shorten
 from minirl.policy_config import TokenizerConfig
 
 
@@ -48,9 +50,10 @@ def load_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     Raises:
         ValueError: the folder does not exist or holds no tokenizer, or the name is not found.
     """
-    name, key = cfg.name, f"policy.tokenizer.name={cfg.name!r}"
+    name, key = cfg.name, f"policy.tokenizer.name={shorten(cfg.name)!r}"
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    # Not pathlib's question, which fails where a name is too long.
+    if os.path.isdir(folder):
         files = ("tokenizer_config.json", "tokenizer.json")
         if not any((folder / file).is_file() for file in files):
             raise ValueError(
