@@ -6,6 +6,7 @@ a message that spells some stays text, and no message adds, moves or removes one
 sampled is rendered for reward functions and logs; nothing is ever tokenised again.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -15,6 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
+from minirl.files import shorten
 from minirl.loader import refuse
 from minirl.policy_config import SpecialTokensInMessages, TokenizerConfig
 from minirl.special_tokens import Conversation, Tokens, encode, tokens_of
@@ -54,9 +56,10 @@ def _template_file(name: str) -> str:
 
 
 def _load(cfg: TokenizerConfig) -> Tokenizer:
-    name, key = cfg.name, f"policy.tokenizer.name={cfg.name!r}"
+    name, key = cfg.name, f"policy.tokenizer.name={shorten(cfg.name)!r}"
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    # Not pathlib's question, which fails where a name is too long.
+    if os.path.isdir(folder):
         files = ("tokenizer_config.json", "tokenizer.json")
         if not any((folder / file).is_file() for file in files):
             raise ValueError(

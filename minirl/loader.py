@@ -112,7 +112,7 @@ def load(path: str | Path, overrides: Sequence[str], cls: type[S]) -> S:
         rule, _, section = str(error).partition(" - at `$.")
         section = section[:-1]
         prefix = "" if rule.startswith(section) else f"{section}: "
-        raise ValueError(f"{path}: {prefix}{rule}") from error
+        raise ValueError(f"{path}: {prefix}{shorten(rule, 2000)}") from error
 
 
 def dump(config: Section) -> str:

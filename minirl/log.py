@@ -24,7 +24,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from minirl.files import parse_json, writing
+from minirl.files import parse_json, shorten, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,8 @@ def prepare_folder(folder: Path, key: str) -> None:
     Raises:
         ValueError: it cannot.
     """
-    if str(folder).startswith("~"):
+    shown = shorten(str(folder))
+    if shown.startswith("~"):
         raise ValueError(f"{key}: '~' is not expanded; write {str(folder.expanduser())!r}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ def prepare_folder(folder: Path, key: str) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"{key}: {str(folder)!r} cannot be written ({error.strerror}); "
+            f"{key}: {shown!r} cannot be written ({error.strerror}); "
             "name a folder that you may write to"
         ) from error
 

@@ -25,8 +25,8 @@ SHORT = (
 SAME_OPTIMIZER = {
     "grpo_tiny_cpu": (
         "policy.scheduler=null",
-        "policy.optimizer.kwargs="
-        "{_override_: true, lr: 5.0e-4, betas: [0.9, 0.95], weight_decay: 0.0}",
+        "policy.optimizer.kwargs={_override_: true, lr: 5.0e-4, betas: [0.9, 0.95]}",
+        "policy.optimizer.kwargs.weight_decay=0.0",
     ),
     "grpo_tiny_cpu_megatron": ("policy.megatron_cfg.scheduler={}",),
 }

@@ -226,7 +226,7 @@ def test_a_reward_function_that_is_none(refusal: Callable[..., str]):
         ),
         (
             "policy.generation.vllm_kwargs.max_num_seq=3",
-            "no such field; did you mean max_num_seqs?",
+            "did you mean max_num_seqs",
         ),
         ("policy.generation.vllm_kwargs.seed=3", "every sample has its own, from grpo.seed"),
         ("grpo.seed=" + "7" * 5000, "an integer too long to be one"),

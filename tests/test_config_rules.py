@@ -16,10 +16,8 @@ from minirl.loader import load
 RECIPES = sorted((ROOT / "bin" / "recipes").glob("*.yaml"))
 GPU_RECIPE = ROOT / "bin" / "recipes" / "grpo_math_1b.yaml"
 
-GYM = (
-    "{dataset_name: reasoning_gym, env_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}, "
-    "split_validation_size: 0.1}"
-)
+GYM = "data.train={_override_: true, dataset_name: reasoning_gym"
+SEEDED = "task: gcd, task_kwargs: {seed: 1}"
 GDPO = ["grpo.adv_estimator.name=gdpo", "data.train.env_name=my.rewards:parts"]
 
 RULES: list[tuple[list[str], list[str]]] = [
@@ -91,21 +89,15 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["data.train.data_path=null"], ["dataset_name is None and data_path None", "exactly one"]),
     (["data.train.dataset_name=a/b"], ["dataset_name is 'a/b' and data_path 'rows.jsonl'"]),
     (
-        ["data.train={_override_: true, dataset_name: reasoning_gym, env_name: reasoning_gym}"],
+        [f"{GYM}, env_name: reasoning_gym}}"],
         ["data.train: dataset_name reasoning_gym needs a task"],
     ),
     (
-        [
-            "data.train={_override_: true, dataset_name: reasoning_gym, "
-            "env_name: reasoning_gym, task: gcd}"
-        ],
+        [f"{GYM}, env_name: reasoning_gym, task: gcd}}"],
         ["task_kwargs is {}", "set one"],
     ),
     (
-        [
-            "data.train={_override_: true, dataset_name: reasoning_gym, "
-            "env_name: reasoning_gym, task: gcd, task_kwargs: {seed: 1}, input_key: question}"
-        ],
+        [f"{GYM}, env_name: reasoning_gym, {SEEDED}, input_key: question}}"],
         ["input_key and output_key do not apply to reasoning_gym"],
     ),
     (["data.train.task=gcd"], ["task 'gcd'", "belong to dataset_name reasoning_gym"]),
@@ -116,10 +108,7 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["data.train.env_name=my..judge:score"], ["env_name is 'my..judge:score'; use math"]),
     (["data.train.env_name=reasoning_gym"], ["env_name is reasoning_gym with dataset_name None"]),
     (
-        [
-            "data.train={_override_: true, dataset_name: reasoning_gym, task: gcd, "
-            "task_kwargs: {seed: 1}}"
-        ],
+        [f"{GYM}, {SEEDED}}}"],
         ["env_name is math with dataset_name reasoning_gym"],
     ),
     (["data.train.partial_credit=true"], ["partial_credit does not apply to env_name math"]),
@@ -156,7 +145,10 @@ RULES: list[tuple[list[str], list[str]]] = [
         ["grpo.adv_estimator.name is gdpo", "env_name math gives one reward", "several by name"],
     ),
     (
-        ["grpo.adv_estimator.name=gdpo", f"data.train={GYM}"],
+        [
+            "grpo.adv_estimator.name=gdpo",
+            f"{GYM}, env_name: reasoning_gym, {SEEDED}, split_validation_size: 0.1}}",
+        ],
         ["env_name reasoning_gym gives one reward"],
     ),
     (

@@ -129,7 +129,7 @@ def _class_at(path: str, base: type[C], key: str) -> type[C]:
     found: object = imported(module, name, key) if module else None
     if isinstance(found, type) and issubclass(found, base) and found is not base:
         return found
-    is_what = "nothing" if found is None else shorten(repr(found))
+    is_what = "nothing" if found is None else shorten(f"{found!r}")
     raise ValueError(
         f"{key}: {shorten(path)!r} is no {base.__name__} but {is_what}; give the import path of "
         "one, such as torch.optim.AdamW or torch.optim.lr_scheduler.LinearLR"
