@@ -77,7 +77,11 @@ def test_the_message_comes_last_and_once_whichever_rank_fails_first(tmp_path: Pa
     trace = f"traceback: {folder}/traceback-rank1.txt"
     end_of(one, "error: KeyError: 'only the second rank has it'", trace)
     assert "raise KeyError(" in (folder / "traceback-rank1.txt").read_text()
-    end_of(usage, "error: No such option: --confg")
+    end_of(
+        usage,
+        "error: No such option: --confg (Possible options: --config, --print-config) "
+        "(--help shows the command)",
+    )
 
 
 REWARD = """
