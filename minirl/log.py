@@ -259,9 +259,10 @@ def _message(error: Exception, folder: Path | None) -> str:
     trace = "".join(traceback.format_exception(error))
     if os.environ.get("MINIRL_TRACEBACK"):
         return trace.rstrip()
+    text = str(error).rstrip()
     if not isinstance(error, ValueError):
-        return f"error: {type(error).__name__}: {error}\ntraceback: {_kept(trace, folder)}"
-    return f"error: {error}" + (f"\ntraceback: {_kept(trace, folder)}" if folder else "")
+        return f"error: {type(error).__name__}: {text}\ntraceback: {_kept(trace, folder)}"
+    return f"error: {text}" + (f"\ntraceback: {_kept(trace, folder)}" if folder else "")
 
 
 def _kept(trace: str, folder: Path | None) -> str:

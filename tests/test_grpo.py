@@ -9,11 +9,13 @@ import pytest
 from ranks import run_ranks
 
 from minirl.algos import grpo, tiny
+from minirl.algos.collect import ScoreFn
 from minirl.algos.evaluate import answer
 from minirl.algos.launch import Inputs, open_parts, read_inputs, sampled_tokens
 from minirl.chat import decode
 from minirl.config import GrpoRun
 from minirl.loader import load
+from minirl.log import alarms
 from minirl.metrics import merge, values
 from minirl.parallel import Axis
 from minirl.types import Prompt, Score, Trajectory
@@ -68,12 +70,25 @@ class Seen(NamedTuple):
     validation: list[tuple[int, ...]]
 
 
-def two_steps(axis: Axis, config: Path, *overrides: str) -> Seen:
+def one_for_the_first_group(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]
+) -> list[Score]:
+    """Constant in every group but the first."""
+    return [Score(float(t.group == 0 and t.sample == 0)) for t in trajectories]
+
+
+def nothing_for_anyone(
+    prompts: Sequence[Prompt], trajectories: Sequence[Trajectory]
+) -> list[Score]:
+    return [Score(0.5) for _ in trajectories]
+
+
+def two_steps(axis: Axis, config: Path, *overrides: str, score: ScoreFn = share_of_thirds) -> Seen:
     run = load(config, overrides, GrpoRun)
     inputs = read_inputs(run, axis.size)
     assert inputs.data.validation is not None
     tokens, lines = [], []
-    with open_parts(run, inputs, share_of_thirds, axis) as (state, parts):
+    with open_parts(run, inputs, score, axis) as (state, parts):
         for _ in range(2):
             state, samples, _ = grpo.collect(state, parts, run.grpo, {})
             tokens += [s.trajectory.tokens for s in samples]
@@ -120,6 +135,19 @@ def test_something_is_learnt_in_the_runs_that_are_compared(seen: Seen):
     for line in seen.metrics:
         assert line["grad_norm"] > 0.01
         assert line["constant_groups"] < 1
+
+
+def test_a_step_that_can_teach_nothing_is_told_from_one_that_can(config: Path, seen: Seen):
+    no_penalty = "loss_fn.reference_policy_kl_penalty=0"
+    idle = run_ranks(1, two_steps, config, no_penalty, score=nothing_for_anyone)[0].metrics
+    assert [(x["without_advantage"], x["loss"], x["grad_norm"]) for x in idle] == [(1, 0, 0)] * 2
+    [idle_line, *_] = [alarms({f"train/{name}": x for name, x in line.items()}) for line in idle]
+    assert "use problems that are neither too hard nor too easy" in "".join(idle_line)
+    # On one of two ranks every row may be without advantage; the step is not.
+    partly = run_ranks(2, two_steps, config, no_penalty, score=one_for_the_first_group)[0].metrics
+    for line in (*partly, *seen.metrics):
+        assert line["without_advantage"] == 0
+        assert line["grad_norm"] > 0
 
 
 def test_the_first_update_is_exactly_on_policy_and_the_second_is_not(config: Path):
