@@ -26,6 +26,7 @@ from minirl.backends import dtensor_lora, optim, shards
 from minirl.backends.dtensor_compare import check_logprobs
 from minirl.backends.dtensor_forward import Forward, open_forward, view
 from minirl.backends.dtensor_setup import (
+    Meshes,
     Model,
     load_model,
     open_meshes,
@@ -107,21 +108,8 @@ def open_backend(
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     meshes = open_meshes(cfg, axis, device)
-    longest = check_logprobs(cfg)
-    model = load_model(cfg, meshes)
-    lora = dtensor_lora.attach_(model, cfg, key)
-    forward = open_forward(
-        model,
-        meshes,
-        device,
-        fused=cfg.dtensor_cfg.use_fused_linear_logprobs,
-        positions_at_once=cfg.logprob_chunk_size,
-        longest=longest,
-    )
-    shard_(model, cfg, meshes)
-    if lora is not None:
-        dtensor_lora.freeze_(model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    forward, lora = _open_model(cfg, meshes, device, key)
+    parameters = [p for p in forward.model.parameters() if p.requires_grad]
     optimizer, schedule = optim.build(cfg, parameters)
     trainer = Trainer(
         forward=forward,
@@ -146,6 +134,27 @@ def open_backend(
         load_=_load_,
     )
     return backend, TrainState(Handle(trainer, 0), step=0, updates=0, cursor=0, key=key)
+
+
+def _open_model(
+    cfg: PolicyConfig, meshes: Meshes, device: torch.device, key: Key
+) -> tuple[Forward, dtensor_lora.Lora | None]:
+    """The model, compared, loaded, adapted and sharded."""
+    longest = check_logprobs(cfg)
+    model = load_model(cfg, meshes)
+    lora = dtensor_lora.attach_(model, cfg, key)
+    forward = open_forward(
+        model,
+        meshes,
+        device,
+        fused=cfg.dtensor_cfg.use_fused_linear_logprobs,
+        positions_at_once=cfg.logprob_chunk_size,
+        longest=longest,
+    )
+    shard_(model, cfg, meshes)
+    if lora is not None:
+        dtensor_lora.freeze_(model)
+    return forward, lora
 
 
 # ---- the functions of the contract --------------------------------------------------------------
