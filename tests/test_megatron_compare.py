@@ -43,6 +43,7 @@ def rope(kind: str, **fields: Any) -> dict[str, Any]:
 
 
 LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0, 8.0, 16.0, 32.0] * 2}
+FAR = {"original_max_position_embeddings": 2048}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 MIXTURE = {
     "num_experts": 4,
@@ -62,7 +63,7 @@ EQUAL: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn, betas": ("qwen2", rope("yarn", beta_fast=8.0, beta_slow=2.0)),
     "yarn, attention_factor": ("qwen3", rope("yarn", attention_factor=1.7)),
     "yarn, mscale": ("llama", rope("yarn", mscale=2.0, mscale_all_dim=0.5)),
-    "yarn, truncate": ("llama", rope("yarn", truncate=False)),
+    "yarn, truncate": ("llama", rope("yarn", truncate=False, **FAR) | {"head_dim": 32}),
     "yarn, window": ("qwen2", rope("yarn") | WINDOW | {"max_window_layers": 1}),
     "longrope": ("llama", rope("longrope", **LONG)),
     "longrope, short": ("llama", rope("longrope", original_max_position_embeddings=64, **LONG)),
