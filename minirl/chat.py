@@ -240,11 +240,14 @@ def unstopped(
 ) -> str | None:
     """What the chat template writes after an answer, if that does not end one.
 
-    None also where it writes nothing but white space there. An answer ends with the first token of
-    it, or with any stop string in it.
+    None also where it writes nothing but white space there, or takes no answers. An answer ends
+    with the first token of it, or with any stop string in it.
     """
     said = [Message(role="user", content="a"), Message(role="assistant", content=ANSWER)]
-    [text] = _render(tokenizer, chat_template_kwargs, [said], add_generation_prompt=False)
+    try:
+        [text] = _render(tokenizer, chat_template_kwargs, [said], add_generation_prompt=False)
+    except ValueError:  # Prompts were rendered before, so it is the answer that it refuses.
+        return None
     _, found, after = text.rpartition(ANSWER)
     after = after.strip()
     first = tokens_of(tokenizer, [after])[0][:1]
@@ -266,6 +269,8 @@ def decode(
 
     A token outside the tokenizer's vocabulary (models pad theirs) has no text.
     """
+    if not completions:
+        return []
     added = tokenizer.added_tokens_decoder
     ends = {
         tokenizer.eos_token_id,
@@ -282,8 +287,6 @@ def decode(
 
 
 def _texts(tokenizer: Tokenizer, rows: Sequence[Sequence[int]]) -> list[str]:
-    if not rows:  # transformers takes an empty list for one empty sequence
-        return []
     return tokenizer.batch_decode(
         [list(row) for row in rows], skip_special_tokens=False, clean_up_tokenization_spaces=False
     )

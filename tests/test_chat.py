@@ -291,6 +291,7 @@ def test_an_answer_ends_where_its_template_says(name, core):
         ("{{ messages[1].content }}", (), None),
         ("{{ messages[1].content }}\n", (), None),
         ("{{ messages[0].content }}<|user|>", (), None),  # it leaves answers out
+        ("{% if messages[1] %}{{ raise_exception('no') }}{% endif %}", (), None),
         ("{{ messages[1].content }}\n\nUser:", (), "User:"),
         ("{{ messages[1].content }}\n\nUser:", ("User:",), None),
     ],

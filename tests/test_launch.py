@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from toy import PROMPTS, trajectory
 
 from minirl.algos import launch, tiny
+from minirl.algos.evaluate import Judged
 from minirl.backend import after_draw
 from minirl.backends import open_engine
 from minirl.checkpoint import latest, save
@@ -22,7 +23,7 @@ from minirl.config import GrpoRun
 from minirl.data import Dataset, Datasets
 from minirl.engine import Engine, Request
 from minirl.loader import load
-from minirl.log import metrics_path, read_metrics
+from minirl.log import SILENT, Log, metrics_path, read_metrics
 from minirl.ownership import locked
 from minirl.parallel import world
 from minirl.rewards import Answer
@@ -116,6 +117,53 @@ def test_every_answer_is_judged_with_its_own_prompt(files: tuple[str, ...], tmp_
     assert [s.reward for s in scores] == [0.0, 1.0, 2.0]
     expected = ((2, "xyz", True), (0, "end", False), (2, "end", False))
     assert seen == [Answer(prompts[i], *rest) for i, *rest in expected]
+
+
+def test_a_reward_sees_special_tokens_but_for_the_one_that_ended_the_answer(
+    files: tuple[str, ...], tmp_path: Path
+):
+    inputs = launch.read_inputs(run_in(files, tmp_path), 1)
+    stops = inputs.sampling.stop_token_ids
+    [tokens] = inputs.tokenizer(["1<|user|>4<|end|>"], add_special_tokens=False)["input_ids"]
+    said = trajectory(3)._replace(
+        prompt_id=inputs.data.train.prompts[0].id, tokens=tuple(tokens), sampled=(True,) * 4
+    )
+    seen: list[str] = []
+
+    def reward(asked: Sequence[Answer]) -> list[Score]:
+        seen.extend(a.text for a in asked)
+        return [Score(0.0) for _ in asked]
+
+    launch.score_answers(inputs.tokenizer, reward, inputs.data.train.prompts, [said], stops)
+    launch.show_samples([Judged(said, Score(0.5))], inputs, Log(step=SILENT.step, say=seen.append))
+    assert seen[0] == "1<|user|>4"
+    assert seen[1].endswith("reward 0.5: '1<|user|>4'")
+
+
+def test_what_prompts_spell_and_what_does_not_end_answers_is_told(
+    files: tuple[str, ...], tmp_path: Path
+):
+    def told(*overrides: str) -> list[str]:
+        run = run_in(files, tmp_path, *overrides)
+        said: list[str] = []
+        log = Log(step=SILENT.step, say=said.append)
+        launch._announce_text(launch.read_inputs(run, 1), run, log)
+        return said
+
+    assert told() == []
+    (tmp_path / "system.txt").write_text("<|end|><|assistant|>42")
+    system = f"data.train.system_prompt_file={tmp_path / 'system.txt'}"
+    [spelled] = told(system)
+    assert spelled.startswith("10 rows spell special tokens")
+    literal = "policy.tokenizer.special_tokens_in_messages"
+    with pytest.raises(ValueError, match=rf"data.train: row \d .*'<\|end\|>'.*{literal}=literal"):
+        told(system, f"{literal}=refuse")
+    (tmp_path / "turns.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}<|user|>{% endfor %}"
+    )
+    [ending] = told(f"policy.tokenizer.chat_template={tmp_path / 'turns.jinja'}")
+    assert "writes '<|user|>' after an answer" in ending
+    assert "policy.generation.stop_token_ids" in ending
 
 
 def unused(prompts: object, trajectories: object) -> list[Score]:
