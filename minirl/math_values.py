@@ -192,7 +192,7 @@ def _equal_expressions(gold: str, said: str) -> bool:
 
 
 def _is_zero(difference: Expression) -> bool:
-    """Sixty digits decide where there are no unknowns and they show a difference, algebra else."""
+    """Algebra decides, unless sixty digits, at one value of each unknown, show a difference."""
     sympy = _library("sympy")
 
     difference = difference.doit()
@@ -200,7 +200,10 @@ def _is_zero(difference: Expression) -> bool:
         return False
     if difference.is_Rational:
         return bool(difference == 0)
-    if difference.is_number and abs(difference.evalf(60)) > _SMALL:
+    symbols = sorted(difference.free_symbols, key=str)
+    point = {symbol: sympy.Rational(11 + 2 * i, 7) for i, symbol in enumerate(symbols)}
+    size = abs(difference.subs(point).evalf(60))
+    if size.is_comparable and size > _SMALL:
         return False
     return bool(sympy.expand(difference) == 0 or sympy.simplify(difference) == 0)
 

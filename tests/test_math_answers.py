@@ -122,8 +122,8 @@ def test_every_pair_gets_its_verdict(reward, rows):
 def test_what_cannot_be_read_is_worth_nothing_and_counted(reward):
     unreadable = [r"\boxed{\frac{1}}", r"\boxed{(1,2}", r"\boxed{5 ? 6}", r"\boxed{1/0}"]
     assert score(reward, *(("5", said) for said in unreadable)) == [Score(0.0, failed=True)] * 4
-    no_answer = ["", "I give up.", r"\boxed{5", r"\boxed{five}"]
-    assert score(reward, *(("5", said) for said in no_answer)) == [Score(0.0)] * 4
+    no_answer = ["", "I give up.", r"\boxed{5", r"\boxed{not 5}", r"\boxed{5}, no: \boxed{6"]
+    assert score(reward, *(("5", said) for said in no_answer)) == [Score(0.0)] * 5
 
 
 decimals = st.decimals(-(10**6), 10**6, allow_nan=False, places=9) | st.integers().map(str)
