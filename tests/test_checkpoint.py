@@ -70,7 +70,7 @@ def test_a_checkpoint_whose_surplus_is_missing_or_torn_is_refused(opened, tmp_pa
 
 def test_a_checkpoint_that_was_cut_short_is_refused_by_its_file(opened, tmp_path):
     backend, state, axis = opened
-    folder = save(backend, state, tmp_path / "run", axis)
+    folder = save(backend, state, tmp_path / "run", axis, {})
     [file] = folder.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"step_0' is no complete .*{file.name}' has \d+ bytes,"):
@@ -79,15 +79,15 @@ def test_a_checkpoint_that_was_cut_short_is_refused_by_its_file(opened, tmp_path
 
 def test_a_full_disk_is_named_with_the_checkpoint_and_the_one_before_stays(opened, tmp_path):
     backend, state, axis = opened
-    kept = save(backend, state, tmp_path / "run", axis)
+    kept = save(backend, state, tmp_path / "run", axis, {})
     state = backend.end_step_(state)
     with (
         largest_file(4096),
         pytest.raises(ValueError, match=r"step_1\.part' cannot be written: File too large; make"),
     ):
-        save(backend, state, tmp_path / "run", axis)
+        save(backend, state, tmp_path / "run", axis, {})
     assert latest(tmp_path / "run") == (0, kept)
-    assert save(backend, state, tmp_path / "run", axis).name == "step_1"
+    assert save(backend, state, tmp_path / "run", axis, {}).name == "step_1"
 
 
 def test_what_an_interrupted_save_left_is_replaced(opened, tmp_path):
