@@ -25,7 +25,6 @@ from ranks import run_ranks
 
 from minirl.backend import TokenHead, after_draw
 from minirl.backends import open_backend
-from minirl.backends.megatron_ckpt import check_index
 from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from minirl.metrics import value, values
 from minirl.parallel import Axis
@@ -354,27 +353,6 @@ def test_what_does_not_belong_to_the_run_is_refused(models: dict[str, str], tmp_
     facts.write_text(facts.read_text()[:20])
     [message] = run_ranks(1, load_error, cfg, saved)
     assert "no complete checkpoint: state.json" in message
-
-
-class Evil:
-    """Runs code when it is unpickled: it leaves a trace."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.trace,)
-
-
-def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    import pickle
-
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "trace")))
-    with pytest.raises(ValueError, match=r"is no index of a checkpoint.*it names pathlib"):
-        check_index(tmp_path)
-    assert not (tmp_path / "trace").exists()
-    with pytest.raises(ValueError, match="no Megatron checkpoint"):
-        check_index(tmp_path / "nowhere")
 
 
 def test_json_values_are_all_that_is_kept_beside_tensors(

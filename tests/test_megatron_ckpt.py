@@ -1,6 +1,7 @@
-"""What Core cannot save or load by itself: an optimizer other than Adam."""
+"""What Core cannot save or load by itself, and what must not be read from its files."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from backend_cases import distance
@@ -9,6 +10,7 @@ from parity import SIZES
 from ranks import run_ranks
 from test_megatron import config, load_and_go_on, save_midway
 
+from minirl.backends.megatron_ckpt import check_index
 from minirl.megatron_config import MegatronOptimizerConfig
 
 
@@ -24,3 +26,24 @@ def test_a_run_with_sgd_goes_on_with_its_momentum(tmp_path: Path):
     resumed = run_ranks(1, load_and_go_on, cfg, saved)[0]
     assert resumed["kept"] == straight["kept"]
     assert distance(resumed["weights"], straight["weights"]) < 1e-6
+
+
+class Evil:
+    """Runs code when it is unpickled: it leaves a trace."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.trace,)
+
+
+def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    import pickle
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "trace")))
+    with pytest.raises(ValueError, match=r"is no index of a checkpoint.*it names pathlib"):
+        check_index(tmp_path)
+    assert not (tmp_path / "trace").exists()
+    with pytest.raises(ValueError, match="no Megatron checkpoint"):
+        check_index(tmp_path / "nowhere")
