@@ -89,6 +89,21 @@ def test_what_does_not_suit_the_model_is_refused_by_its_key(model, key, value, p
     assert part in text
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"rope_parameters": {"rope_type": "other"}},
+        {"rope_scaling": {"type": "other", "factor": 2.0}},
+        {"text_config": {**DENSE, "rope_scaling": {"rope_type": "other"}}},
+    ],
+)
+def test_positions_that_megatron_does_not_compute_are_refused_however_they_are_written(own):
+    text = refusal(DENSE | own)
+    assert text.startswith("policy.model_name: the config's rope_parameters.rope_type is 'other'")
+    assert "default, linear, dynamic, yarn, longrope, llama3" in text
+    assert refusal(DENSE | {"rope_scaling": None, "attention_bias": False}) == ""
+
+
 def test_a_mixture_with_tensor_parallelism_needs_sequence_parallelism():
     sizes: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": False}
     assert refusal(MIXTURE, **sizes).startswith(f"{M}.sequence_parallel is False")

@@ -1,24 +1,16 @@
-"""Log-probs that depend on the row alone.
+"""Positions whose factors transformers chooses by the batch are those of the engine, on any rows.
 
-Three are held against each other: Hugging Face on a single unpadded row, the FSDP2 backend on rows
-alone, padded, beside longer ones and packed, and the engines.
+Hugging Face runs each row alone and unpadded; the FSDP2 backend runs it alone, padded, beside longer
+ones, packed, and alone again.
 """
 
-import copy
-from typing import Any
-
 import pytest
-import torch
-from engines import save_tokenizer
-from model_cases import (
+from models import policy_config
+from row_cases import (
     HEAD,
-    LIMIT,
-    MODELS,
-    NOT_PACKED,
     POSITIONS,
     alone,
     check_rows,
-    distance,
     generation,
     longrope,
     open_trainer,
@@ -28,17 +20,9 @@ from model_cases import (
     same,
     saved,
 )
-from models import policy_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minirl.backends import (
-    check_policy,
-    hf_generate,
-    hf_model,
-    vllm,
-)
-from minirl.engine import Request, Sampling
-from minirl.policy_config import SequencePackingConfig
+from minirl.backends import check_policy, hf_model
 
 
 def test_every_kind_of_positions_is_tried():
@@ -92,65 +76,3 @@ def test_an_own_stretch_of_dynamic_positions_is_that_of_vllm():
         "rope_type": "default",
         "rope_theta": pytest.approx(1e4 * 100 ** (8 / 6)),
     }
-
-
-# ---- engines ------------------------------------------------------------------------------------
-
-
-def completions(engine: Any, room: int) -> list[list[Any]]:
-    """Prompts and what the engine says about its answers: [prompt, answer, log-probs]."""
-    prompts = rows((3, min(10, room - 8), room - 8))
-    asked = [Request(tuple(p), i) for i, p in enumerate(prompts)]
-    sampling = Sampling(temperature=1.0, max_tokens=8, stop_token_ids=())
-    answers = engine.generate(asked, sampling)
-    return [
-        [p, list(a.tokens), torch.tensor(a.logprobs)] for p, a in zip(prompts, answers, strict=True)
-    ]
-
-
-def wide(config: Any) -> Any:
-    """The same with heads of 32, the least that vLLM has a CPU kernel for."""
-    facts = copy.deepcopy(config.to_dict())
-    for name in ("short_factor", "long_factor"):
-        if name in facts["rope_parameters"]:
-            facts["rope_parameters"][name] *= 4
-    return type(config).from_dict({**facts, "hidden_size": 128, "head_dim": 32})
-
-
-ENGINES = ["default", "linear", "dynamic", "yarn", "llama3", "longrope", "longrope_short"]
-
-
-@pytest.mark.parametrize("kind", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ENGINES)
-def test_engine_and_trainer_have_the_positions_of_hugging_face(kind, name, solo, tmp_path):
-    case = POSITIONS[name]
-    model = saved(wide(case.config), tmp_path)
-    save_tokenizer(tmp_path)
-    engine = {"hf": hf_generate, "vllm": vllm}[kind].open_engine(
-        generation(case.max_model_len), model
-    )
-    try:
-        said = completions(engine, case.max_model_len)
-    finally:
-        engine.close()
-    whole = [prompt + answer for prompt, answer, _ in said]
-    expected = alone(wide(case.alone), whole)
-    for (prompt, _, logprobs), one in zip(said, expected, strict=True):
-        assert (one[len(prompt) - 1 :] - logprobs).abs().max() < 5e-5
-    opened = open_trainer(model, solo, case.max_model_len)
-    assert distance(opened, padded(whole), expected) < LIMIT
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_logprobs_are_those_of_a_row_alone(name, solo, tmp_path):
-    asked = rows((10, 40, 5))
-    expected = alone(MODELS[name], asked)
-    model = saved(MODELS[name], tmp_path)
-    check_rows(open_trainer(model, solo), expected, asked)
-    if name in NOT_PACKED:
-        with pytest.raises(
-            ValueError, match=r"policy\.model_name: .*(window|softcap|mask|attention of its own)"
-        ):
-            check_policy(policy_config(model, sequence_packing=SequencePackingConfig(enabled=True)))
-    else:
-        check_rows(open_trainer(model, solo, packed=True), expected, asked)

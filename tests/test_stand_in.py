@@ -1,4 +1,4 @@
-"""The comparison with Hugging Face that every opened model goes through, and its stand-ins."""
+"""The comparison that every opened model goes through, and the small stand-ins that it is made on."""
 
 import copy
 from collections.abc import Callable
@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_cases import (
+from models import policy_config, save_model
+from msgspec import structs
+from row_cases import (
     HEAD,
     MODELS,
+    NOT_PACKED,
     POSITIONS,
+    alone,
+    check_rows,
     config_of,
     open_trainer,
     padded,
@@ -18,18 +23,26 @@ from model_cases import (
     rows,
     saved,
 )
-from models import policy_config, save_model
-from msgspec import structs
 
-from minirl.backends import (
-    check_policy,
-    dtensor_compare,
-    dtensor_setup,
-    hf_model,
-    stand_in,
-)
+from minirl.backends import check_policy, dtensor_compare, dtensor_setup, hf_model, stand_in
 from minirl.backends.stand_in import Sizes, compare, rows_of, stand_in_config, stand_in_model
 from minirl.policy_config import SequencePackingConfig
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logprobs_are_those_of_a_row_alone(name, solo, tmp_path):
+    asked = rows((10, 40, 5))
+    expected = alone(MODELS[name], asked)
+    model = saved(MODELS[name], tmp_path)
+    check_rows(open_trainer(model, solo), expected, asked)
+    if name in NOT_PACKED:
+        with pytest.raises(
+            ValueError, match=r"policy\.model_name: .*(window|softcap|mask|attention of its own)"
+        ):
+            check_policy(policy_config(model, sequence_packing=SequencePackingConfig(enabled=True)))
+    else:
+        check_rows(open_trainer(model, solo, packed=True), expected, asked)
+
 
 # ---- what is compared ---------------------------------------------------------------------------
 
@@ -53,10 +66,6 @@ def test_an_attention_that_forgets_its_scale_is_refused(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"granite.* differ by \d.*without attention_multiplier"):
         check_policy(cfg)
     dtensor_compare._compared.cache_clear()
-
-
-def plain(model: Any) -> list[torch.Tensor]:
-    return stand_in.reference_logprobs(model, rows_of(model.config))
 
 
 IGNORED: dict[str, tuple[Any, dict[str, Any]]] = {

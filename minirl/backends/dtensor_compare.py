@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minirl.backend import TokenHead
-from minirl.backends.dtensor_fit import check_documents
+from minirl.backends.dtensor_fit import check_causal, check_documents
 from minirl.backends.dtensor_forward import open_forward, view
 from minirl.backends.dtensor_setup import Meshes, Model, use_own_attention_
 from minirl.backends.hf_model import attention_for, frozen
@@ -67,6 +67,7 @@ def _compared(kind: Any, facts: str, chunk: int | None, *, fused: bool, packed: 
     )
 
     def run(model: Model) -> list[Tensor]:
+        check_causal(model)
         if packed:
             use_own_attention_(model)
         elif attention_for(model.config) is not None:

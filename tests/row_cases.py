@@ -1,4 +1,4 @@
-"""Configs of all kinds of positions, windows, caps and norms; a trainer on their models; rows."""
+"""Models of every kind of positions and attention, and rows that must not depend on each other."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,9 +8,7 @@ import transformers
 from models import policy_config
 
 from minirl.backend import TokenHead
-from minirl.backends import (
-    dtensor,
-)
+from minirl.backends import dtensor
 from minirl.backends.stand_in import stand_in_model
 from minirl.policy_config import GenerationConfig, SequencePackingConfig, VllmConfig
 from minirl.rng import key_of
@@ -38,8 +36,6 @@ def config_of(kind: str, **fields: Any) -> Any:
 def rope(kind: str, **fields: Any) -> Any:
     return config_of("Llama", rope_parameters={"rope_type": kind, "rope_theta": 1e4, **fields})
 
-
-# ---- positions ----------------------------------------------------------------------------------
 
 LONG = {"short_factor": [1.0] * 4, "long_factor": [4.0, 8.0, 16.0, 32.0], "factor": 4.0}
 PHI = {"original_max_position_embeddings": 16}
