@@ -1,7 +1,7 @@
 """Positions whose factors transformers chooses by the batch are those of the engine, on any rows.
 
-Hugging Face runs each row alone and unpadded; the FSDP2 backend runs it alone, padded, beside longer
-ones, packed, and alone again.
+Hugging Face runs each row alone and unpadded; the FSDP2 backend runs it alone, padded, beside
+longer ones, packed, and alone again.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The comparison that every opened model goes through, and the small stand-ins that it is made on."""
+"""The comparison that every opened model goes through, and the small stand-ins it is made on."""
 
 import copy
 from collections.abc import Callable
