@@ -18,11 +18,13 @@ from backend_cases import (
     plain_loop,
     real,
 )
+from disk import largest_file
 from models import save_model
 from msgspec import structs
 from parity import SIZES, Layout, policy
 from ranks import run_ranks
 
+from minirl import checkpoint
 from minirl.backend import TokenHead, after_draw
 from minirl.backends import open_backend
 from minirl.backends.megatron_ckpt import check_index
@@ -318,6 +320,19 @@ def test_what_does_not_belong_to_the_run_is_refused(models: dict[str, str], tmp_
     facts.write_text(facts.read_text()[:20])
     [message] = run_ranks(1, load_error, cfg, saved)
     assert "no complete checkpoint: state.json" in message
+
+
+def full_disk(axis: Axis, cfg: PolicyConfig, folder: Path) -> str:
+    backend, state = open_backend(cfg, axis, key_of(0))
+    with largest_file(4096), pytest.raises(ValueError, match=r"\S") as caught:
+        checkpoint.save(backend, state, folder, axis)
+    return str(caught.value)
+
+
+def test_a_full_disk_is_named_with_the_checkpoint(models: dict[str, str], tmp_path: Path) -> None:
+    [message] = run_ranks(1, full_disk, config(models["qwen3"]), tmp_path)
+    assert f"{str(tmp_path / 'step_0.part')!r} cannot be written: an error of the disk" in message
+    assert checkpoint.latest(tmp_path) is None
 
 
 class Evil:
