@@ -73,6 +73,8 @@ def writing(place: Path | str) -> Iterator[None]:
         raise  # an inner block's, which names its place
     except BaseException as error:  # torch's CheckpointException is no Exception
         reasons = [reason for reason in map(os.strerror, DISK) if reason in str(error)]
+        if "<class 'OSError'>" in str(error):  # all that Megatron Core says
+            reasons.append("an error of the disk, which may be full")
         if not reasons:
             raise
         raise ValueError(

@@ -5,13 +5,19 @@ from typing import Any
 
 import pytest
 from backend_cases import distance
+from disk import largest_file
 from models import save_model
 from parity import SIZES
 from ranks import run_ranks
 from test_megatron import config, load_and_go_on, save_midway
 
+from minirl import checkpoint
+from minirl.backends import open_backend
 from minirl.backends.megatron_ckpt import check_index
 from minirl.megatron_config import MegatronOptimizerConfig
+from minirl.parallel import Axis
+from minirl.policy_config import PolicyConfig
+from minirl.rng import key_of
 
 
 @pytest.mark.slow
@@ -47,3 +53,16 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "trace").exists()
     with pytest.raises(ValueError, match="no Megatron checkpoint"):
         check_index(tmp_path / "nowhere")
+
+
+def full_disk(axis: Axis, cfg: PolicyConfig, folder: Path) -> str:
+    backend, state = open_backend(cfg, axis, key_of(0))
+    with largest_file(4096), pytest.raises(ValueError, match=r"\S") as caught:
+        checkpoint.save(backend, state, folder, axis, {})
+    return str(caught.value)
+
+
+def test_a_full_disk_is_named_with_the_checkpoint(tmp_path: Path) -> None:
+    [message] = run_ranks(1, full_disk, config(save_model(tmp_path / "model")), tmp_path)
+    assert f"{str(tmp_path / 'step_0.part')!r} cannot be written: an error of the disk" in message
+    assert checkpoint.latest(tmp_path) is None

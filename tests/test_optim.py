@@ -11,7 +11,7 @@ from models import policy_config
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from minirl.backends import optim, plans
+from minirl.backends import optim
 from minirl.policy_config import OptimizerConfig, PolicyConfig, ScheduleConfig
 
 LINEAR = "torch.optim.lr_scheduler.LinearLR"
@@ -142,21 +142,6 @@ def test_what_cannot_run_is_refused_by_key_before_a_model_is_loaded(
     with pytest.raises(ValueError, match=message) as caught:
         optim.check(cfg)
     assert len(str(caught.value)) < 600
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("os.path:join", "it belongs to Python's standard library"),
-        ("my/plans.py:PLAN", "a file; write plans, and start with its folder on the path"),
-        (".plans:PLAN", "it is no name of a module"),
-        ("torch.optim", "names no plan"),
-        ("torch.optim:SGD", "names no plan"),
-    ],
-)
-def test_a_path_that_leads_to_no_plan_is_refused_by_its_key(path: str, message: str):
-    with pytest.raises(ValueError, match=rf"dtensor_cfg\.custom_parallel_plan: .*{message}"):
-        plans.find_plan("qwen3", path)
 
 
 def test_what_can_run_passes_the_check():
