@@ -41,7 +41,8 @@ class GrpoConfig(Section, frozen=True, kw_only=True):
     overlong_filtering: bool = False
     """Leave truncated samples out of the loss; they still count in their group's baseline."""
     use_dynamic_sampling: bool = False
-    """Train on groups whose scores differ only, and draw until there are enough."""
+    """Train on groups whose scores differ only, and draw until there are enough. Surplus groups
+    wait for the next step, where NeMo-RL drops them."""
     dynamic_sampling_max_gen_batches: Count = 10
     batch_multiplier: Annotated[float, Meta(ge=1)] = 1.0
     """Prompts of one draw under dynamic sampling, in units of `num_prompts_per_step`."""

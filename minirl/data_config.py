@@ -45,7 +45,7 @@ class DatasetConfig(Section, frozen=True):
     """Keep only the first row of each input; white space and case are ignored."""
     leave_out_shown_answers: bool = False
     """Leave out rows whose input contains the answer (white space and case are ignored): a copy
-    would be rewarded."""
+    would be rewarded. Not in NeMo-RL."""
     split_validation_size: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the inputs held out of `data.train` where `data.validation` is null."""
     seed: Annotated[int, Meta(ge=0)] = 42

@@ -56,6 +56,7 @@ class LossConfig(Section, frozen=True):
     reference_policy_kl_type: KlKind = "k3"
     kl_input_clamp_value: Positive | None = 20.0
     kl_output_clamp_value: Positive | None = 10.0
+    """Both act on KL in reward too, where NeMo-RL always has 20 and 10."""
     use_kl_in_reward: bool = False
     """The penalty goes into the advantages (REINFORCE++, GAE) instead of the loss."""
     use_on_policy_kl_approximation: bool = False

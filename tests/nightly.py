@@ -46,7 +46,7 @@ ROOT = Path(__file__).parent.parent / "runs" / "nightly"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 BOUNDS, ENGINE = Errors(loss=1e-6, norm=1e-5, weights=1e-5), 1.0001
 PROMPTS, MEMBERS, NEW_TOKENS, LENGTH = 4, 2, 16, 64
-LR = 1e-4
+LR = 2e-5
 GB_A_RANK = 3.5
 
 
@@ -192,7 +192,8 @@ def oracle_files(start: lora_cases.Start, updates: Updates) -> dict[bool, str]:
 
 def fits(layout: Layout) -> bool:
     """Whether the ranks of a layout have room beside each other."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) * 1.024e-6
     return layout.ranks == 2 or free > GB_A_RANK * layout.ranks
 
 
