@@ -272,13 +272,6 @@ def test_weights_that_were_cut_short_or_quantised(
     assert "start from a model that is not" in refusal(f"policy.model_name={folder}")
 
 
-def test_a_full_disk_under_the_run_folder(refusal: Callable[..., str], tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").symlink_to("/dev/full")
-    message = refusal("grpo.max_num_epochs=100")
-    assert f"{str(tmp_path / 'run' / 'config.yaml')!r} cannot be written: No space left" in message
-
-
 def test_validation_without_data_for_it(refusal: Callable[..., str]):
     assert "split_validation_size" in refusal("data.train.split_validation_size=0")
 

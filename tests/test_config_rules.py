@@ -104,7 +104,7 @@ RULES: list[tuple[list[str], list[str]]] = [
     (["data.train.task_kwargs={seed: 1}"], ["belong to dataset_name reasoning_gym"]),
     (["data.train.split=train"], ["split 'train' belong to a Hugging Face dataset"]),
     (["data.train.env_name=mth"], ["env_name is 'mth'; use math, reasoning_gym or package."]),
-    (["data.train.env_name='my/judge.py:score'"], ["a file; name its module, judge:score,"]),
+    (["data.train.env_name='my/judge.py:score'"], ["a file; write judge:score, and start with"]),
     (["data.train.env_name=my..judge:score"], ["env_name is 'my..judge:score'; use math"]),
     (["data.train.env_name=reasoning_gym"], ["env_name is reasoning_gym with dataset_name None"]),
     (

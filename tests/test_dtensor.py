@@ -155,7 +155,7 @@ def test_two_ranks_equal_one(folders, name, units):
         for rank in both:
             # field failure 70; gradients are sums in float32, whose order is the processor's
             assert rank["norms"][0] == pytest.approx(one["norms"][0], rel=1e-7)
-            assert rank["norms"] == pytest.approx(one["norms"], rel=1e-6)
+            assert rank["norms"] == pytest.approx(one["norms"], rel=2e-6)
             assert distance(rank["weights"], one["weights"]) < bound
 
 
