@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from minirl.algos.launch import resolved, run_grpo
-from minirl.config import GrpoRun
-from minirl.loader import dump, load
+from minirl.config.loader import dump, load
+from minirl.config.run import GrpoRun
 from minirl.log import run_command, say, user_errors
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from minirl.algos import tiny
-from minirl.config import GrpoRun
-from minirl.loader import load
+from minirl.config.loader import load
+from minirl.config.run import GrpoRun
 from minirl.log import run_command, say, user_errors
 from minirl.parallel import world
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, cast
 
 from torch import nn
 
+from minirl.config.megatron_fit import num_experts
 from minirl.hf import HfConfig, causal_class, read_config, skeleton
-from minirl.megatron_fit import num_experts
 
 VISITED = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "moe_k")
 """What the number of experts that see a token is called, by family."""

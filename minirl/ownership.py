@@ -19,10 +19,10 @@ from typing import TypeAlias, cast
 import msgspec
 
 from minirl.checkpoint import IDENTITY
-from minirl.config import GrpoRun
-from minirl.data import Dataset
+from minirl.config.loader import refuse
+from minirl.config.run import GrpoRun
+from minirl.data.datasets import Dataset
 from minirl.hf import model_facts, weight_files
-from minirl.loader import refuse
 from minirl.log import is_first_rank, prepare_folder
 
 Identity: TypeAlias = dict[str, object]

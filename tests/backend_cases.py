@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
+from minirl.config.policy import OptimizerConfig
 from minirl.metrics import Metrics, Sum, mean_over, value
-from minirl.policy_config import OptimizerConfig
 from minirl.types import Rows, Scalar
 
 RATE = 1e4

@@ -11,8 +11,8 @@ import yaml
 from hypothesis import strategies as st
 from msgspec import inspect, structs
 
-from minirl.config import GrpoRun
-from minirl.loader import load
+from minirl.config.loader import load
+from minirl.config.run import GrpoRun
 
 MINIMAL: dict[str, Any] = {
     "policy": {

@@ -11,8 +11,8 @@ import torch
 from models import save_model
 
 from minirl.backends import hf_generate, vllm
+from minirl.config.policy import GenerationConfig, VllmConfig
 from minirl.engine import Engine, Request, Sampling
-from minirl.policy_config import GenerationConfig, VllmConfig
 from minirl.rng import fold_in, key_of
 
 VOCABULARY, NUM_CHARACTERS, MAX_MODEL_LEN = 128, 97, 224

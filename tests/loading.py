@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from msgspec import Meta, field
 
-from minirl.loader import Section, default, load
+from minirl.config.loader import Section, default, load
 
 Count = Annotated[int, Meta(gt=0)]
 

@@ -7,11 +7,12 @@ import torch
 from models import Family, policy_config, save_model
 from torch import Tensor
 
-from minirl.backends import dtensor, dtensor_lora
+from minirl.backends.dtensor import backend as dtensor
+from minirl.backends.dtensor import lora as dtensor_lora
 from minirl.backends.norms import local_shard
-from minirl.dtensor_config import DTensorConfig, LoraConfig
+from minirl.config.dtensor import DTensorConfig, LoraConfig
+from minirl.config.policy import OptimizerConfig, PolicyConfig
 from minirl.parallel import Axis
-from minirl.policy_config import OptimizerConfig, PolicyConfig
 from minirl.rng import key_of
 
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.0}

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minirl.loss_config import LossConfig
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.config.loss import LossConfig
+from minirl.losses.policy import PolicyLossInputs, policy_loss
 from minirl.metrics import Metrics, values
 
 FAMILIES: dict[str, dict[str, Any]] = {

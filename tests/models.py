@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from minirl.policy_config import (
+from minirl.config.policy import (
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,

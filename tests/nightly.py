@@ -103,12 +103,12 @@ def sampled(model: str) -> list[list[Sample]]:
     Sampled once and kept, so that every night and every row trains the same tokens.
     """
     from minirl.backends import open_engine
-    from minirl.chat import encode_prompts, load_tokenizer, stop_token_ids
+    from minirl.data.chat import encode_prompts, load_tokenizer, stop_token_ids
     from minirl.engine import Sampling
     from minirl.hf import end_token_ids
     from minirl.parallel import world
     from minirl.rng import key_of
-    from minirl.rollout import rollout
+    from minirl.rollout.sample import rollout
     from minirl.types import Prompt
 
     file = ROOT / "samples.json"

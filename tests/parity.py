@@ -15,20 +15,20 @@ from lora_cases import ADAM, Start, full_adapters, load_peft, lora_keys
 from models import policy_config
 from torch import Tensor
 
-from minirl.algos.layout import plan_step
 from minirl.backend import Work
 from minirl.backends import open_backend
-from minirl.cost import cost_of
-from minirl.megatron_config import MegatronConfig, MegatronDdpConfig, MegatronOptimizerConfig
-from minirl.metrics import value
-from minirl.parallel import Axis, reduce_metrics
-from minirl.policy_config import (
+from minirl.config.megatron import MegatronConfig, MegatronDdpConfig, MegatronOptimizerConfig
+from minirl.config.policy import (
     DTensorConfig,
     DynamicBatchingConfig,
     OptimizerConfig,
     PolicyConfig,
     SequencePackingConfig,
 )
+from minirl.cost import cost_of
+from minirl.data.plan import plan_step
+from minirl.metrics import value
+from minirl.parallel import Axis, reduce_metrics
 from minirl.rng import key_of
 
 STEPS, SAMPLES, CLIP = 3, 8, 1.0

@@ -8,9 +8,9 @@ import transformers
 from models import policy_config
 
 from minirl.backend import TokenHead
-from minirl.backends import dtensor
+from minirl.backends.dtensor import backend as dtensor
 from minirl.backends.stand_in import stand_in_model
-from minirl.policy_config import GenerationConfig, SequencePackingConfig, VllmConfig
+from minirl.config.policy import GenerationConfig, SequencePackingConfig, VllmConfig
 from minirl.rng import key_of
 from minirl.types import Rows
 

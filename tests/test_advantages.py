@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from oracle import kl, num
 from torch import Tensor
 
-from minirl.advantages import (
+from minirl.config.loss import AdvEstimatorConfig, LossConfig
+from minirl.losses.advantages import (
     Scores,
     TokenInputs,
     advantages,
@@ -20,7 +21,6 @@ from minirl.advantages import (
     distillation_advantages,
     generalized_advantages,
 )
-from minirl.loss_config import AdvEstimatorConfig, LossConfig
 
 F64 = torch.float64
 SWITCHES = [(loo, norm) for loo in (True, False) for norm in (True, False)]

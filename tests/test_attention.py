@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from minirl.backends import attention
 from minirl.backends.attention import causal_attention
-from minirl.backends.dtensor_fit import check_documents
-from minirl.backends.dtensor_setup import ATTENTION, document_attention
+from minirl.backends.dtensor.fit import check_documents
+from minirl.backends.dtensor.setup import ATTENTION, document_attention
 from minirl.parallel import Axis
 
 REAL = inspect.signature(varlen.varlen_attn)

@@ -14,7 +14,7 @@ from toy import parts as toy_parts
 
 from minirl.algos import grpo
 from minirl.backends import open_backend
-from minirl.config import GrpoRun
+from minirl.config.run import GrpoRun
 from minirl.cost import Cost, cost_of
 from minirl.metrics import values
 from minirl.parallel import Axis

@@ -7,11 +7,11 @@ import pytest
 from configs import MEGATRON, MINIMAL, edited, load_tree, message
 from test_layout import COST, KEY
 
-from minirl.algos.layout import Plan, plan_step
-from minirl.backends.row_layout import layout_of
-from minirl.config import check_launch
+from minirl.backends.layout import layout_of
+from minirl.config.policy import length_unit
+from minirl.config.run import check_launch
+from minirl.data.plan import Plan, plan_step
 from minirl.parallel import Axis
-from minirl.policy_config import length_unit
 
 PACKED = "policy.sequence_packing.enabled=true"
 DYNAMIC = "policy.dynamic_batching.enabled=true"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from minirl.algos import benchmark, tiny, translate
 from minirl.algos.benchmark import Window, averages, planned, table, window_of
 from minirl.algos.translate import translated
-from minirl.config import GrpoRun
-from minirl.loader import load
+from minirl.config.loader import load
+from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig
+from minirl.config.policy import PolicyConfig
+from minirl.config.run import GrpoRun
 from minirl.log import read_metrics
-from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from minirl.policy_config import PolicyConfig
 
 MEGA = translate.MEGATRON
 RECIPE = ROOT / "bin" / "recipes" / "grpo_tiny_cpu.yaml"

@@ -13,14 +13,14 @@ from templates import CORES, FAMILIES, tokenizer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from minirl.chat import (
+from minirl.config.policy import TokenizerConfig
+from minirl.data.chat import (
     decode,
     encode_prompts,
     load_tokenizer,
     stop_token_ids,
     unstopped,
 )
-from minirl.policy_config import TokenizerConfig
 
 TURNS = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"

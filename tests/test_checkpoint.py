@@ -9,7 +9,7 @@ from disk import largest_file
 from models import policy_config, save_model
 
 from minirl.backend import after_draw
-from minirl.backends import dtensor
+from minirl.backends.dtensor import backend as dtensor
 from minirl.checkpoint import latest, load_, save
 from minirl.parallel import world
 from minirl.rng import key_of

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from minirl.config import GrpoRun
-from minirl.loader import dump
+from minirl.config.loader import dump
+from minirl.config.run import GrpoRun
 
 FEW = settings(max_examples=10)
 

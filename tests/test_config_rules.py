@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree import ROOT
 
-from minirl.config import GrpoRun, check_launch
-from minirl.loader import load
+from minirl.config.loader import load
+from minirl.config.run import GrpoRun, check_launch
 
 RECIPES = sorted((ROOT / "bin" / "recipes").glob("*.yaml"))
 GPU_RECIPE = ROOT / "bin" / "recipes" / "grpo_math_1b.yaml"

@@ -19,8 +19,8 @@ from minirl.algos.export import Exported, check_paths, to_hugging_face, to_megat
 from minirl.backend import TokenHead
 from minirl.backends import open_backend
 from minirl.backends.hf_files import as_in_checkpoint, weight_types
+from minirl.config.policy import PolicyConfig
 from minirl.parallel import SOLO, Axis
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
 TP2 = {"tensor_model_parallel_size": 2}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from minirl.data import Dataset, Datasets, draw, epoch, load_datasets
-from minirl.data_config import DataConfig, DatasetConfig
+from minirl.config.data import DataConfig, DatasetConfig
+from minirl.data.datasets import Dataset, Datasets, draw, epoch, load_datasets
 from minirl.types import Prompt
 
 SPELL = {"min_word_len": 3, "max_word_len": 6, "size": 20000, "seed": 1}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from test_data import SPELL, load, text_of
 
-from minirl.data import Dataset
+from minirl.data.datasets import Dataset
 
 
 def gym(task: str, **task_kwargs: Any) -> dict[str, Any]:

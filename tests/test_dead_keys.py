@@ -14,7 +14,7 @@ from configs import section_of
 from msgspec import inspect, structs
 from tree import parse, python_files
 
-from minirl.config import GrpoRun
+from minirl.config.run import GrpoRun
 
 SETTINGS = ("config.py", "_rules.py", "_fit.py")
 """How the files end that hold settings and check them: to check a key is not to use it."""

@@ -27,10 +27,10 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 
 from minirl.backend import TokenHead, TokenOutput, Work, after_draw
-from minirl.backends import dtensor
+from minirl.backends.dtensor import backend as dtensor
+from minirl.config.policy import PolicyConfig, ScheduleConfig
 from minirl.metrics import value
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig, ScheduleConfig
 from minirl.rng import key_of
 
 HEAD = TokenHead()

@@ -13,10 +13,11 @@ from parity import SIZES, Layout, policy
 from ranks import run_ranks
 from test_megatron import load_and_go_on, save_midway
 
-from minirl.backends import check_policy, open_backend, plans
-from minirl.dtensor_config import DTensorConfig, LoraConfig, data_parallel_size
+from minirl.backends import check_policy, open_backend
+from minirl.backends.dtensor import plans
+from minirl.config.dtensor import DTensorConfig, LoraConfig, data_parallel_size
+from minirl.config.policy import OptimizerConfig, PolicyConfig
 from minirl.parallel import Axis
-from minirl.policy_config import OptimizerConfig, PolicyConfig
 from minirl.rng import key_of
 
 TP2 = {"tensor_parallel_size": 2}
@@ -93,7 +94,7 @@ def test_under_megatron_core_owns_the_optimizers_state() -> None:
         ("llama", ".math:pi", "it is no name of a module"),
         ("llama", "my/plans.py:PLAN", "a file; write plans, and start with its folder on the path"),
         ("llama", ":pi", "names no plan"),
-        ("llama", "minirl.backends.plans:PLANS", "names no plan"),
+        ("llama", "minirl.backends.dtensor.plans:PLANS", "names no plan"),
     ],
 )
 def test_a_plan_that_does_not_exist_is_refused(
@@ -104,7 +105,7 @@ def test_a_plan_that_does_not_exist_is_refused(
 
 
 def test_a_plan_can_be_given_by_its_path() -> None:
-    assert plans.find_plan("gpt2", "minirl.backends.plans:LLAMA") is plans.LLAMA
+    assert plans.find_plan("gpt2", "minirl.backends.dtensor.plans:LLAMA") is plans.LLAMA
 
 
 def refusal(axis: Axis, cfg: PolicyConfig) -> str:

@@ -20,11 +20,12 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from minirl.backend import TokenHead, TokenOutput, after_draw
-from minirl.backends import dtensor, optim
+from minirl.backends.dtensor import backend as dtensor
+from minirl.backends.dtensor import optim
 from minirl.backends.norms import local_shard
+from minirl.config.policy import OptimizerConfig, PolicyConfig, ScheduleConfig
 from minirl.metrics import value, values
 from minirl.parallel import SOLO, Axis
-from minirl.policy_config import OptimizerConfig, PolicyConfig, ScheduleConfig
 from minirl.rng import key_of
 from minirl.types import Rows
 

@@ -32,7 +32,7 @@ from minirl.backends import vllm
 from minirl.engine import Request, Sampling, check_logprobs
 from minirl.parallel import Axis, world
 from minirl.rng import fold_in, key_of
-from minirl.rollout import collate, rollout
+from minirl.rollout.sample import collate, rollout
 from minirl.types import Prompt
 
 
@@ -368,7 +368,8 @@ def test_the_oracle_takes_the_experts_of_a_mixture_one_by_one(opened, tmp_path):
     """As checkpoints, and exports, name them."""
     from models import policy_config, save_model
 
-    from minirl.backends import dtensor, hf_generate
+    from minirl.backends import hf_generate
+    from minirl.backends.dtensor import backend as dtensor
 
     folders = [save_model(tmp_path / str(seed), "qwen3_moe", seed=seed) for seed in (0, 1)]
     cfg = policy_config(folders[1])

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from minirl.advantages import Scores, TokenInputs, advantages
-from minirl.groups import group_relative
-from minirl.kl import kl_estimate, kl_term
-from minirl.loss_config import AdvEstimatorConfig, LossConfig
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.config.loss import AdvEstimatorConfig, LossConfig
+from minirl.losses.advantages import Scores, TokenInputs, advantages
+from minirl.losses.groups import group_relative
+from minirl.losses.kl import kl_estimate, kl_term
+from minirl.losses.mismatch import keep_matching_sequences, sequence_errors
+from minirl.losses.policy import PolicyLossInputs, policy_loss
 from minirl.metrics import values
-from minirl.mismatch import keep_matching_sequences, sequence_errors
 
 HERE = Path(__file__).parent / "golden"
 LOSS: dict[str, Any] = json.loads((HERE / "policy_loss.json").read_text())

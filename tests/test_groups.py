@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minirl.groups import group_relative
+from minirl.losses.groups import group_relative
 
 F64 = torch.float64
 SWITCHES = [(loo, norm) for loo in (True, False) for norm in (True, False)]

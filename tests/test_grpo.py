@@ -9,15 +9,15 @@ import pytest
 from ranks import run_ranks
 
 from minirl.algos import grpo, tiny
-from minirl.algos.collect import ScoreFn
 from minirl.algos.evaluate import answer
 from minirl.algos.launch import Inputs, open_parts, read_inputs, sampled_tokens
-from minirl.chat import decode
-from minirl.config import GrpoRun
-from minirl.loader import load
+from minirl.config.loader import load
+from minirl.config.run import GrpoRun
+from minirl.data.chat import decode
 from minirl.log import alarms
 from minirl.metrics import merge, values
 from minirl.parallel import Axis
+from minirl.rollout.collect import ScoreFn
 from minirl.types import Prompt, Score, Trajectory
 
 RECIPE = Path(__file__).parent.parent / "bin" / "recipes" / "grpo_tiny_cpu.yaml"

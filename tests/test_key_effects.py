@@ -14,12 +14,12 @@ from toy import PROMPTS, fresh, parts, trajectory
 from tree import parse, python_files
 
 from minirl.algos import grpo, launch, loop
-from minirl.algos.collect import collect
-from minirl.config import GrpoConfig, GrpoRun
-from minirl.data import Dataset, Datasets
+from minirl.config.rewards import RewardScalingConfig, RewardShapingConfig
+from minirl.config.run import GrpoConfig, GrpoRun
+from minirl.data.datasets import Dataset, Datasets
+from minirl.envs.shaping import rewarded
 from minirl.log import SILENT, Log
-from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
-from minirl.shaping import rewarded
+from minirl.rollout.collect import collect
 from minirl.types import Prompt, Sample, Score, Trajectory
 
 SIZES = (

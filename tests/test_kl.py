@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.kl import kl_estimate, kl_term
+from minirl.losses.kl import kl_estimate, kl_term
 
 KINDS = ["k1", "k2", "k3"]
 DELTAS = st.lists(st.floats(-30, 30), min_size=1, max_size=5)

@@ -12,13 +12,13 @@ from ranks import run_ranks
 from torch import Tensor
 
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
-from minirl.backends.megatron_moe import watch_routers
+from minirl.backends.megatron.moe import watch_routers
 from minirl.backends.norms import global_norm
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.losses.policy import PolicyLossInputs, policy_loss
+from minirl.losses.reduce import kept_mean, row_mean, standardize, whiten
 from minirl.metrics import Mean, Metric, Sum, add, mean_over, value
 from minirl.parallel import Axis
-from minirl.reduce import kept_mean, row_mean, standardize, whiten
 
 LARGE = 2**25
 CLOSE = 1e-6
@@ -46,9 +46,9 @@ def test_the_gradient_norm_of_fsdp2(large: Tensor, dtype: torch.dtype):
 
 def megatron_norms(axis: Axis) -> tuple[float, float, list[float]]:
     """The norm, what clipping to half leaves, and norms of sizes that float32 cannot square."""
-    from minirl.backends import megatron_setup
-    from minirl.backends.megatron_bridge import core
-    from minirl.megatron_config import MegatronConfig
+    from minirl.backends.megatron import setup as megatron_setup
+    from minirl.backends.megatron.bridge import core
+    from minirl.config.megatron import MegatronConfig
 
     megatron_setup.prepare_process(MegatronConfig())
     steps = core("optimizer.optimizer")

@@ -19,14 +19,14 @@ from minirl.algos.evaluate import Judged
 from minirl.backend import after_draw
 from minirl.backends import open_engine
 from minirl.checkpoint import latest, save
-from minirl.config import GrpoRun
-from minirl.data import Dataset, Datasets
+from minirl.config.loader import load
+from minirl.config.run import GrpoRun
+from minirl.data.datasets import Dataset, Datasets
 from minirl.engine import Engine, Request
-from minirl.loader import load
+from minirl.envs.rewards import Answer
 from minirl.log import SILENT, Log, metrics_path, read_metrics
 from minirl.ownership import locked
 from minirl.parallel import world
-from minirl.rewards import Answer
 from minirl.rng import key_of
 from minirl.types import Score
 

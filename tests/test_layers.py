@@ -16,9 +16,9 @@ TOP_LEVEL = {
 DOORS = {
     "torch.distributed": ("minirl/parallel.py", "minirl/backends/*.py"),
     "vllm": ("minirl/backends/vllm*.py",),
-    "megatron": ("minirl/backends/megatron*.py",),
+    "megatron": ("minirl/backends/megatron/*.py",),
     "transformers": (
-        "minirl/backends/*.py", "minirl/chat.py", "minirl/hf.py", "minirl/algos/tiny.py",
+        "minirl/backends/*.py", "minirl/data/chat.py", "minirl/hf.py", "minirl/algos/tiny.py",
     ),
     "rich": ("minirl/log.py",),
     "plotext": ("minirl/log.py",),

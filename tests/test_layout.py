@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import policy_config
 
-from minirl.algos.layout import Plan, by_length, plan_step, put_back, slices, take, take_rows
-from minirl.cost import Cost
-from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from minirl.packing import round_up
-from minirl.parallel import SOLO, Axis
-from minirl.policy_config import (
+from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig
+from minirl.config.policy import (
     DTensorConfig,
     DynamicBatchingConfig,
     PolicyConfig,
     SequencePackingConfig,
 )
+from minirl.cost import Cost
+from minirl.data.packing import round_up
+from minirl.data.plan import Plan, by_length, plan_step, put_back, slices, take, take_rows
+from minirl.parallel import SOLO, Axis
 from minirl.rng import key_of
 from minirl.types import Batch, Rows
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from loading import Engine, Model, Run, loaded, message, write
 
-from minirl.loader import Section, dump, load
+from minirl.config.loader import Section, dump, load
 
 # -------------------------------------------------------------------------------- interpolations
 

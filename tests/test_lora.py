@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from minirl.backend import TokenHead
-from minirl.backends import dtensor, dtensor_lora
+from minirl.backends.dtensor import backend as dtensor
+from minirl.backends.dtensor import lora as dtensor_lora
+from minirl.config.policy import PolicyConfig
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
 KEY = key_of(0)

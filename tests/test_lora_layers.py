@@ -7,8 +7,9 @@ import torch
 from models import policy_config
 from torch import Tensor
 
-from minirl.backends import dtensor, dtensor_lora
-from minirl.dtensor_config import DTensorConfig, LoraConfig
+from minirl.backends.dtensor import backend as dtensor
+from minirl.backends.dtensor import lora as dtensor_lora
+from minirl.config.dtensor import DTensorConfig, LoraConfig
 from minirl.parallel import Axis
 from minirl.rng import key_of
 

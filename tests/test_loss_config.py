@@ -9,8 +9,8 @@ import torch
 from loss_cases import random_case, run, settings_of, tensors
 from test_advantages import tokens_case
 
-from minirl.advantages import Scores, TokenInputs, advantages, generalized_advantages
-from minirl.loss_config import AdvEstimatorConfig, LossConfig, refuse_inert
+from minirl.config.loss import AdvEstimatorConfig, LossConfig, refuse_inert
+from minirl.losses.advantages import Scores, TokenInputs, advantages, generalized_advantages
 from minirl.metrics import values
 
 IS = {"use_importance_sampling_correction": True}

@@ -23,10 +23,10 @@ from loss_cases import (
     tokens_of,
 )
 
-from minirl.loss_config import LossConfig
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.config.loss import LossConfig
+from minirl.losses.policy import PolicyLossInputs, policy_loss
+from minirl.losses.reduce import exponent_bound
 from minirl.metrics import values
-from minirl.reduce import exponent_bound
 
 IS = {"use_importance_sampling_correction": True}
 

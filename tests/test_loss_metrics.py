@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minirl.loss_metrics import (
+from minirl.losses.metrics import (
     approximate_entropy,
     mismatch_metrics,
     overflow_tokens,
     surrogate_metrics,
     weight_metrics,
 )
+from minirl.losses.mismatch import Correction, importance_weights
+from minirl.losses.reduce import bounded_exp, exponent_bound
+from minirl.losses.surrogates import Surrogate
 from minirl.metrics import Metrics, merge, values
-from minirl.mismatch import Correction, importance_weights
-from minirl.policy_losses import Surrogate
-from minirl.reduce import bounded_exp, exponent_bound
 
 F64 = torch.float64
 seeds = st.integers(0, 10**6)

@@ -14,11 +14,11 @@ from models import policy_config, save_model
 from ranks import run_ranks
 
 from minirl.backend import TokenOutput, Work
-from minirl.backends.dtensor import open_backend
-from minirl.backends.loss_scale import LARGEST, PATIENCE, LossScale, after
+from minirl.backends.dtensor.backend import open_backend
+from minirl.backends.dtensor.loss_scale import LARGEST, PATIENCE, LossScale, after
+from minirl.config.policy import DTensorConfig, OptimizerConfig, PolicyConfig
 from minirl.metrics import Metrics, value
 from minirl.parallel import Axis
-from minirl.policy_config import DTensorConfig, OptimizerConfig, PolicyConfig
 from minirl.rng import key_of
 from minirl.types import Scalar
 

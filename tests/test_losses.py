@@ -23,8 +23,8 @@ from loss_cases import (
     tokens_of,
 )
 
-from minirl.loss_config import LossConfig
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.config.loss import LossConfig
+from minirl.losses.policy import PolicyLossInputs, policy_loss
 from minirl.metrics import merge, values
 
 

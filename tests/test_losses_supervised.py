@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.losses_supervised import nll_loss
+from minirl.losses.supervised import nll_loss
 from minirl.metrics import merge, values
 
 F64 = torch.float64

@@ -5,8 +5,8 @@ import re
 
 from tree import ROOT, parse, python_files, read, reading_order
 
-from minirl.config import GrpoConfig
-from minirl.loss_config import AdvEstimatorConfig, LossConfig
+from minirl.config.loss import AdvEstimatorConfig, LossConfig
+from minirl.config.run import GrpoConfig
 
 
 def test_the_map_names_every_file():

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from math_pairs import PAIRS
 
-from minirl.config import EnvConfig
-from minirl.data_config import DatasetConfig
-from minirl.math_answers import check_reference, judge, reference_in
-from minirl.math_text import find_answer, typeset
-from minirl.rewards import Answer, RewardFn, open_rewards
+from minirl.config.data import DatasetConfig
+from minirl.config.run import EnvConfig
+from minirl.envs.math_answers import check_reference, judge, reference_in
+from minirl.envs.math_text import find_answer, typeset
+from minirl.envs.rewards import Answer, RewardFn, open_rewards
 from minirl.types import Prompt, Score
 
 COMPLETIONS: list[tuple[str, list[str], list[str]]] = [
@@ -138,7 +138,7 @@ def test_numbers_are_equal_exactly_when_they_are(gold, said):
 
 @given(st.integers(-(10**15) + 1, 10**15 - 1))
 def test_integers_need_no_check(number):
-    """`minirl.references` starts no process for them."""
+    """`minirl.data.references` starts no process for them."""
     assert re.fullmatch(r"-?\d{1,15}", str(number))
     check_reference(str(number))
 

@@ -25,10 +25,10 @@ from ranks import run_ranks
 
 from minirl.backend import TokenHead, after_draw
 from minirl.backends import open_backend
-from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from minirl.config.policy import PolicyConfig
 from minirl.metrics import value, values
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 from minirl.types import Rows
 

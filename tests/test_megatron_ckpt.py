@@ -13,10 +13,10 @@ from test_megatron import config, load_and_go_on, save_midway
 
 from minirl import checkpoint
 from minirl.backends import open_backend
-from minirl.backends.megatron_ckpt import check_index
-from minirl.megatron_config import MegatronOptimizerConfig
+from minirl.backends.megatron.ckpt import check_index
+from minirl.config.megatron import MegatronOptimizerConfig
+from minirl.config.policy import PolicyConfig
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
 

@@ -17,14 +17,16 @@ from ranks import run_ranks
 from torch import Tensor
 
 from minirl.backend import TokenHead
-from minirl.backends import megatron_compare, megatron_convert, megatron_setup
 from minirl.backends.hf_model import frozen
-from minirl.backends.megatron_forward import forward, open_stage
+from minirl.backends.megatron import compare as megatron_compare
+from minirl.backends.megatron import convert as megatron_convert
+from minirl.backends.megatron import setup as megatron_setup
+from minirl.backends.megatron.forward import forward, open_stage
+from minirl.config.megatron import MegatronConfig
+from minirl.config.megatron_fit import check_model_rules
+from minirl.config.policy import PolicyConfig, SequencePackingConfig
 from minirl.hf import model_facts
-from minirl.megatron_config import MegatronConfig
-from minirl.megatron_fit import check_model_rules
 from minirl.parallel import SOLO, Axis
-from minirl.policy_config import PolicyConfig, SequencePackingConfig
 from minirl.rng import key_of
 from minirl.types import Rows
 

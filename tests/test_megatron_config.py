@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tree import ROOT
 
-from minirl.config import GrpoRun, check_launch
-from minirl.loader import load
-from minirl.megatron_config import MegatronConfig, data_parallel_size
-from minirl.megatron_fit import check_model_rules
+from minirl.config.loader import load
+from minirl.config.megatron import MegatronConfig, data_parallel_size
+from minirl.config.megatron_fit import check_model_rules
+from minirl.config.run import GrpoRun, check_launch
 
 M = "policy.megatron_cfg"
 

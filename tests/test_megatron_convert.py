@@ -28,11 +28,12 @@ from parity import SIZES, Layout, policy
 from ranks import RankError, run_ranks
 from safetensors.torch import load_file, save_file
 
-from minirl.backends import megatron_convert, open_backend
-from minirl.backends.megatron_convert import FACTS, ITERATION, checkpoint_root, converted, folder_of
+from minirl.backends import open_backend
+from minirl.backends.megatron import convert as megatron_convert
+from minirl.backends.megatron.convert import FACTS, ITERATION, checkpoint_root, converted, folder_of
+from minirl.config.policy import PolicyConfig
 from minirl.hf import check_model
 from minirl.parallel import SOLO, Axis
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
 FOLDER, COMPARED = "NRL_MEGATRON_CHECKPOINT_DIR", "compared with transformers"
@@ -236,9 +237,9 @@ def test_a_failed_conversion_leaves_the_one_before(place: Place):
 
 JOB = """
 import sys
-from minirl.backends import megatron_convert
+from minirl.backends.megatron import convert as megatron_convert
 from minirl.parallel import SOLO
-from minirl.policy_config import PolicyConfig
+from minirl.config.policy import PolicyConfig
 import msgspec
 cfg = msgspec.json.decode(sys.argv[1], type=PolicyConfig)
 sys.executable = sys.argv[2]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from minirl.backends.attention import causal_attention
-from minirl.backends.megatron_cpu import GroupStepAdam
+from minirl.backends.megatron.cpu import GroupStepAdam
 from minirl.parallel import Axis
 
 ROOT = Path(__file__).parent.parent
@@ -25,13 +25,13 @@ def test_only_the_set_up_of_megatron_imports_it() -> None:
         for path in (ROOT / folder).rglob("*.py")
         if re.search(r"import.*megatron_cpu", path.read_text())
     }
-    assert users == {"minirl/backends/megatron_setup.py"}
+    assert users == {"minirl/backends/megatron/setup.py"}
 
 
 def patched_names(axis: Axis) -> dict[str, bool]:
     """Whether torch is patched after a chosen Megatron backend, in a fresh look at its names."""
-    from minirl.backends import megatron_setup
-    from minirl.megatron_config import MegatronConfig
+    from minirl.backends.megatron import setup as megatron_setup
+    from minirl.config.megatron import MegatronConfig
 
     megatron_setup.prepare_process(MegatronConfig())
     return {

@@ -9,10 +9,16 @@ from configs import MEGATRON, load_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirl.loader import dump
-from minirl.megatron_auto import decided
-from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
-from minirl.megatron_fit import MOE_KEYS, Machine, check_machine, check_model_rules, this_machine
+from minirl.config.loader import dump
+from minirl.config.megatron import Fp8Config, MegatronConfig, MegatronOptimizerConfig
+from minirl.config.megatron_auto import decided
+from minirl.config.megatron_fit import (
+    MOE_KEYS,
+    Machine,
+    check_machine,
+    check_model_rules,
+    this_machine,
+)
 
 M = "policy.megatron_cfg"
 DENSE: dict[str, Any] = {

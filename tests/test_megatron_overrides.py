@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirl.backends.megatron_bridge import ROOT, open_bridge
-from minirl.backends.megatron_overrides import merge_overrides, refuse_decided
-from minirl.megatron_config import MegatronConfig
+from minirl.backends.megatron.bridge import ROOT, open_bridge
+from minirl.backends.megatron.overrides import merge_overrides, refuse_decided
+from minirl.config.megatron import MegatronConfig
 
 PATH = "policy.megatron_cfg.model_overrides"
 FIRST_CLASS = MegatronConfig.__struct_fields__

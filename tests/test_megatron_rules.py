@@ -8,7 +8,12 @@ from configs import MEGATRON, edited, load_tree, message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minirl.megatron_rules import GRAPH_MODULES, OFFLOAD_IN_MOE, OFFLOAD_MODULES, RECOMPUTE_MODULES
+from minirl.config.megatron_rules import (
+    GRAPH_MODULES,
+    OFFLOAD_IN_MOE,
+    OFFLOAD_MODULES,
+    RECOMPUTE_MODULES,
+)
 
 M = "policy.megatron_cfg"
 

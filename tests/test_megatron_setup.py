@@ -11,12 +11,12 @@ from models import save_model
 from parity import Layout, policy
 from ranks import RankError, run_ranks
 
-from minirl.backends import megatron_setup
-from minirl.megatron_auto import decided
-from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronDdpConfig
-from minirl.megatron_fit import Machine
+from minirl.backends.megatron import setup as megatron_setup
+from minirl.config.megatron import Fp8Config, MegatronConfig, MegatronDdpConfig
+from minirl.config.megatron_auto import decided
+from minirl.config.megatron_fit import Machine
+from minirl.config.policy import PolicyConfig
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
 
 CPU = Machine(capability=None, transformer_engine=None, deep_ep=False, environ={})
 GPU = Machine(capability=(9, 0), transformer_engine="2.10.0", deep_ep=False, environ={})
@@ -84,8 +84,8 @@ class Watch:
             print("SEEN", name, os.environ.get("MINIRL_TEST"), flush=True)
         return None
 sys.meta_path.insert(0, Watch())
-from minirl.backends import megatron_setup
-from minirl.megatron_config import MegatronConfig
+from minirl.backends.megatron import setup as megatron_setup
+from minirl.config.megatron import MegatronConfig
 print("BEFORE", "megatron.core" in sys.modules)
 megatron_setup.prepare_process(MegatronConfig(env_vars={"MINIRL_TEST": "set"}))
 """

@@ -12,8 +12,9 @@ from typing import Any, get_args
 
 import pytest
 
-from minirl import megatron_config, megatron_fit, megatron_rules
-from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronSchedulerConfig
+from minirl.config import megatron as megatron_config
+from minirl.config import megatron_fit, megatron_rules
+from minirl.config.megatron import Fp8Config, MegatronConfig, MegatronSchedulerConfig
 
 CORE = "core/transformer/transformer_config.py"
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from configs import MEGATRON, MINIMAL
 
-from minirl.backends.megatron_overrides import merge_overrides
-from minirl.config import GrpoRun
-from minirl.loader import load
-from minirl.megatron_config import MegatronConfig
-from minirl.megatron_fit import Machine, check_machine, check_model_rules
-from minirl.policy_config import PolicyConfig
+from minirl.backends.megatron.overrides import merge_overrides
+from minirl.config.loader import load
+from minirl.config.megatron import MegatronConfig
+from minirl.config.megatron_fit import Machine, check_machine, check_model_rules
+from minirl.config.policy import PolicyConfig
+from minirl.config.run import GrpoRun
 
 OVERRIDES = """
 policy:

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minirl.loss_config import LossConfig
-from minirl.metrics import value, values
-from minirl.mismatch import (
+from minirl.config.loss import LossConfig
+from minirl.losses.mismatch import (
     Correction,
     ImportanceWeights,
     correction_of,
@@ -18,7 +17,8 @@ from minirl.mismatch import (
     keep_matching_sequences,
     sequence_errors,
 )
-from minirl.reduce import select
+from minirl.losses.reduce import select
+from minirl.metrics import value, values
 
 LEVELS = ["token", "sequence", "geometric"]
 MODES = [None, "truncate", "mask", "sequence_mask"]

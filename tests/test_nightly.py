@@ -9,8 +9,8 @@ from models import policy_config
 from nightly import BOUNDS, ENGINE, ROWS
 
 from minirl.backends import check_policy
-from minirl.megatron_config import MegatronConfig
-from minirl.policy_config import DTensorConfig, OptimizerConfig
+from minirl.config.megatron import MegatronConfig
+from minirl.config.policy import DTensorConfig, OptimizerConfig
 
 ROOT = Path(__file__).parent.parent
 SMOL = {

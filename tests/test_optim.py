@@ -11,8 +11,8 @@ from models import policy_config
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LRScheduler
 
-from minirl.backends import optim
-from minirl.policy_config import OptimizerConfig, PolicyConfig, ScheduleConfig
+from minirl.backends.dtensor import optim
+from minirl.config.policy import OptimizerConfig, PolicyConfig, ScheduleConfig
 
 LINEAR = "torch.optim.lr_scheduler.LinearLR"
 CONSTANT = "torch.optim.lr_scheduler.ConstantLR"

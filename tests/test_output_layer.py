@@ -11,11 +11,12 @@ from ranks import RankError, run_ranks
 from torch import Tensor, nn
 
 from minirl.backend import TokenHead
-from minirl.backends import dtensor_fit, output_layer
-from minirl.backends.dtensor import open_backend
+from minirl.backends import output_layer
+from minirl.backends.dtensor import fit as dtensor_fit
+from minirl.backends.dtensor.backend import open_backend
 from minirl.backends.vocab_parallel import Shard
+from minirl.config.policy import DTensorConfig
 from minirl.parallel import Axis
-from minirl.policy_config import DTensorConfig
 from minirl.rng import key_of
 
 SIZES = {

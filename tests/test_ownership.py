@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from toy import PROMPTS
 
 from minirl import ownership
-from minirl.config import GrpoRun
-from minirl.data import Dataset
+from minirl.config.run import GrpoRun
+from minirl.data.datasets import Dataset
 from minirl.ownership import check_allowed, check_identity, identity_of, locked
 
 SETTINGS = dict(ownership._settings(COMPLETE, ""))

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minirl.config.policy import PackingAlgorithm
 from minirl.cost import Cost
-from minirl.packing import PACKERS, balance, pack, round_up
-from minirl.policy_config import PackingAlgorithm
+from minirl.data.packing import PACKERS, balance, pack, round_up
 from minirl.rng import key_of
 
 NAMES = tuple(PACKERS)

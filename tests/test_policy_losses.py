@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minirl.policy_losses import (
+from minirl.losses.surrogates import (
     Surrogate,
     cispo_loss,
     clipped_pg_loss,

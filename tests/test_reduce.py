@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirl.reduce import (
+from minirl.losses.reduce import (
     bounded_exp,
     denominator,
     exponent_bound,

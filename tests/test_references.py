@@ -5,9 +5,9 @@ import pyarrow.parquet
 import pytest
 from test_data import TOKENIZER, jsonl, load
 
-from minirl.config import EnvConfig
-from minirl.data import Dataset, load_datasets
-from minirl.data_config import DataConfig, DatasetConfig
+from minirl.config.data import DataConfig, DatasetConfig
+from minirl.config.run import EnvConfig
+from minirl.data.datasets import Dataset, load_datasets
 
 
 def outputs(dataset: Dataset) -> list[object]:

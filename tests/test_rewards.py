@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from minirl.config import EnvConfig
-from minirl.data_config import DatasetConfig
-from minirl.rewards import Answer, RewardFn, open_rewards
+from minirl.config.data import DatasetConfig
+from minirl.config.run import EnvConfig
+from minirl.envs.rewards import Answer, RewardFn, open_rewards
 from minirl.types import Prompt, Score
 
 UNHURRIED_S = 900.0

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from models import save_model
 
 from minirl.backends import hf_generate
+from minirl.config.policy import GenerationConfig, VllmConfig
 from minirl.engine import Engine, Request, Sampling
-from minirl.policy_config import GenerationConfig, VllmConfig
 from minirl.rng import fold_in, generator, key_of
-from minirl.rollout import collate, rollout
+from minirl.rollout.sample import collate, rollout
 from minirl.types import Completion, Prompt, Trajectory
 
 END = 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from minirl.backends.row_layout import (
+from minirl.backends.layout import (
     Layout,
     document_lengths,
     layout_of,

@@ -14,11 +14,8 @@ from ranks import run_ranks
 from minirl.algos import sft
 from minirl.algos.sft import Demonstration, collate
 from minirl.backend import TokenHead
-from minirl.backends import dtensor
-from minirl.cost import Cost, cost_of
-from minirl.metrics import values
-from minirl.parallel import SOLO, Axis
-from minirl.policy_config import (
+from minirl.backends.dtensor import backend as dtensor
+from minirl.config.policy import (
     DynamicBatchingConfig,
     GenerationConfig,
     OptimizerConfig,
@@ -26,6 +23,9 @@ from minirl.policy_config import (
     SequencePackingConfig,
     VllmConfig,
 )
+from minirl.cost import Cost, cost_of
+from minirl.metrics import values
+from minirl.parallel import SOLO, Axis
 from minirl.rng import key_of
 
 PAD = 1

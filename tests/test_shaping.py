@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import fresh, parts, trajectory
 
-from minirl.algos.collect import collect
-from minirl.config import GrpoConfig
-from minirl.reward_config import RewardScalingConfig, RewardShapingConfig
-from minirl.shaping import (
+from minirl.config.rewards import RewardScalingConfig, RewardShapingConfig
+from minirl.config.run import GrpoConfig
+from minirl.envs.shaping import (
     by_group,
     histogram,
     informative,
@@ -20,6 +19,7 @@ from minirl.shaping import (
     shaped,
     with_all_parts,
 )
+from minirl.rollout.collect import collect
 from minirl.types import Sample, Score
 
 PLAIN = RewardShapingConfig(max_response_length=25)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
-from minirl.backends import shards
+from minirl.backends.dtensor import shards
 from minirl.parallel import Axis
 
 SHAPES: dict[str, tuple[int, ...]] = {"norm": (5,), "up.weight": (3, 4), "bias": (1,)}

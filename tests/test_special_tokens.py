@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from minirl.algos import tiny
-from minirl.chat import encode_prompts
-from minirl.special_tokens import _as_text, num_spelled
+from minirl.data.chat import encode_prompts
+from minirl.data.special_tokens import _as_text, num_spelled
 
 ALL = {
     (name, core): tokenizer_of(family, core, adds_bos=core != "characters")

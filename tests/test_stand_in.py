@@ -24,9 +24,11 @@ from row_cases import (
     saved,
 )
 
-from minirl.backends import check_policy, dtensor_compare, dtensor_setup, hf_model, stand_in
+from minirl.backends import check_policy, hf_model, stand_in
+from minirl.backends.dtensor import compare as dtensor_compare
+from minirl.backends.dtensor import setup as dtensor_setup
 from minirl.backends.stand_in import Sizes, compare, rows_of, stand_in_config, stand_in_model
-from minirl.policy_config import SequencePackingConfig
+from minirl.config.policy import SequencePackingConfig
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minirl.algos import tiny
-from minirl.chat import Tokenizer, decode, load_tokenizer
-from minirl.config import GrpoRun
+from minirl.config.run import GrpoRun
+from minirl.data.chat import Tokenizer, decode, load_tokenizer
 from minirl.parallel import Axis
 from minirl.types import Prompt
 

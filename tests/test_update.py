@@ -13,10 +13,10 @@ from models import policy_config, save_model
 from ranks import run_ranks
 
 from minirl.backend import TokenHead, TokenOutput
-from minirl.backends import dtensor
+from minirl.backends.dtensor import backend as dtensor
+from minirl.config.policy import PolicyConfig
 from minirl.metrics import Max, Metrics, Sum, mean_over, value
 from minirl.parallel import SOLO, Axis, world
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 from minirl.types import Batch, Scalar
 from minirl.update import Counts, count, update_

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judging import NUM_ESCAPED
 
-from minirl import verifier_pool, verifier_worker
-from minirl.verifier_pool import GROW_AFTER_S, Outcome, Pool, num_to_hire, open_pool, run_
+from minirl.envs import pool as verifier_pool
+from minirl.envs import worker as verifier_worker
+from minirl.envs.pool import GROW_AFTER_S, Outcome, Pool, num_to_hire, open_pool, run_
 
 UNHURRIED_S = 900.0
 """More than anything that ends takes, however busy the machine."""
@@ -38,7 +39,7 @@ def act(printed: Path) -> Iterator[Pool]:
 
 def pool_of(path: str, num_workers: int = 2, timeout_s: float = UNHURRIED_S, **more: Any) -> Any:
     settings = {"num_workers": num_workers, "timeout_s": timeout_s, **more}
-    return open_pool("minirl.verifiers:user_verifier", {"path": path}, **settings)
+    return open_pool("minirl.envs.verifiers:user_verifier", {"path": path}, **settings)
 
 
 def impatient(pool: Pool) -> Pool:
@@ -288,9 +289,10 @@ def test_workers_end_with_the_pool():
 def test_workers_die_with_their_parent_even_while_busy(busy, escaped):
     program = f"""
 import sys; sys.path[:] = {sys.path!r}
-from minirl.verifier_pool import open_pool, run_
+from minirl.envs.pool import open_pool, run_
 settings = {{"path": "judging:act"}}
-with open_pool("minirl.verifiers:user_verifier", settings, num_workers=1, timeout_s=3600) as pool:
+factory = "minirl.envs.verifiers:user_verifier"
+with open_pool(factory, settings, num_workers=1, timeout_s=3600) as pool:
     run_(pool, [({escaped.job!r}, {{}})])
     print(pool.workers[0].process.pid, flush=True)
     run_(pool, [({busy!r}, {{}})])

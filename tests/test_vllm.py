@@ -47,11 +47,11 @@ import os, random, sys
 import torch, torch.distributed as dist
 from transformers import AutoModelForCausalLM
 from minirl.backends import hf_generate, vllm
-from minirl.policy_config import GenerationConfig, VllmConfig
+from minirl.config.policy import GenerationConfig, VllmConfig
 from minirl.engine import Sampling
 from minirl.parallel import gather, world
 from minirl.rng import key_of
-from minirl.rollout import rollout
+from minirl.rollout.sample import rollout
 from minirl.types import Prompt
 
 cfg = GenerationConfig(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loading import Run, loaded, message, write
 
-from minirl.loader import load
+from minirl.config.loader import load
 
 # ----------------------------------------------------------------------------------- inheritance
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from minirl.algos.collect import Parts
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState
-from minirl.data import Dataset
+from minirl.data.datasets import Dataset
 from minirl.engine import Engine, Request, Sampling
 from minirl.parallel import SOLO
 from minirl.rng import key_of
+from minirl.rollout.collect import Parts
 from minirl.types import Completion, Prompt, Rows, Score, Trajectory
 
 PROMPTS = tuple(Prompt(i, (i + 1,), {"hard": i % 3 != 0}) for i in range(12))

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from minirl.algos.translate import section_of, translated
-from minirl.config import GrpoRun, check_launch
-from minirl.loader import load, refuse
+from minirl.config.loader import load, refuse
+from minirl.config.run import GrpoRun, check_launch
+from minirl.config.yaml_files import REPLACE
 from minirl.log import metrics_path, prepare_folder, read_metrics
-from minirl.yaml_files import REPLACE
 
 BACKENDS = ("dtensor", "megatron")
 SET_HERE = {

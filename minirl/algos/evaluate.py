@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minirl.algos.collect import ScoreFn
 from minirl.engine import Engine, Sampling
+from minirl.envs.shaping import with_all_parts
 from minirl.parallel import Axis, gather
 from minirl.rng import Key
-from minirl.rollout import rollout
-from minirl.shaping import with_all_parts
+from minirl.rollout.collect import ScoreFn
+from minirl.rollout.sample import rollout
 from minirl.types import Prompt, Score, Trajectory
 
 

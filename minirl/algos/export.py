@@ -17,10 +17,10 @@ from torch import Tensor
 from minirl.backends import check_policy, decided, open_backend, with_own_config
 from minirl.backends.hf_files import as_in_checkpoint, local_folder, read_weights, weight_types
 from minirl.checkpoint import latest
+from minirl.config.policy import PolicyConfig
 from minirl.files import writing
 from minirl.hf import check_model
 from minirl.parallel import Axis, gather
-from minirl.policy_config import PolicyConfig
 from minirl.rng import key_of
 
 COMPANIONS = (
@@ -154,7 +154,7 @@ def to_megatron(cfg: PolicyConfig, axis: Axis) -> Path:
     check_model(cfg.model_name)
     check_policy(cfg)
     cfg = with_own_config(cfg)
-    from minirl.backends import megatron_convert
+    from minirl.backends.megatron import convert as megatron_convert
 
     with megatron_convert.converted(cfg, axis) as folder:
         return folder.parent

@@ -16,11 +16,9 @@ import torch
 from minirl.algos.tiny import save_random_model, save_tokenizer
 from minirl.backend import TokenHead, TokenOutput, Work
 from minirl.backends import check_policy, open_backend
-from minirl.dtensor_config import DTensorConfig
-from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from minirl.metrics import Metrics, Sum, value
-from minirl.parallel import Axis
-from minirl.policy_config import (
+from minirl.config.dtensor import DTensorConfig
+from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig
+from minirl.config.policy import (
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -28,6 +26,8 @@ from minirl.policy_config import (
     TokenizerConfig,
     VllmConfig,
 )
+from minirl.metrics import Metrics, Sum, value
+from minirl.parallel import Axis
 from minirl.rng import generator, key_of
 from minirl.types import Rows, Scalar
 

@@ -17,21 +17,21 @@ from typing import TypeVar
 
 import torch
 
-from minirl.advantages import Scores, TokenInputs, advantages, clip_advantages
-from minirl.algos.collect import Parts, collect
-from minirl.algos.layout import Plan, plan_step, put_back, take, take_rows
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Weights
-from minirl.config import GrpoRun
+from minirl.config.loss import LossConfig
+from minirl.config.run import GrpoRun
+from minirl.data.plan import Plan, plan_step, put_back, take, take_rows
+from minirl.envs.shaping import by_group, informative
 from minirl.flops import training_flops
 from minirl.log import timed
-from minirl.loss_config import LossConfig
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.losses.advantages import Scores, TokenInputs, advantages, clip_advantages
+from minirl.losses.mismatch import keep_matching_sequences
+from minirl.losses.policy import PolicyLossInputs, policy_loss
 from minirl.metrics import Max, Mean, Metrics, Min, Sum, mean_over, merge, scalar, values
-from minirl.mismatch import keep_matching_sequences
 from minirl.parallel import reduce_metrics, sum_tensor
 from minirl.rng import fold_in
-from minirl.rollout import Collated, collate
-from minirl.shaping import by_group, informative
+from minirl.rollout.collect import Parts, collect
+from minirl.rollout.sample import Collated, collate
 from minirl.types import Batch, Rows, Sample, SampleMask, Scalar, TokenLogProbs
 from minirl.update import Counts, update_
 

@@ -15,17 +15,14 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from minirl.algos import grpo, loop
-from minirl.algos.collect import Parts, ScoreFn, prompts_per_draw
 from minirl.algos.evaluate import Judged, accuracy, answer
 from minirl.backend import TrainState
-from minirl.backends import (
-    check_policy,
-    decided,
-    open_backend,
-    open_engine,
-    with_own_config,
-)
-from minirl.chat import (
+from minirl.backends import check_policy, decided, open_backend, open_engine, with_own_config
+from minirl.checkpoint import latest, load_, save
+from minirl.config.loader import dump
+from minirl.config.run import GrpoRun, check_launch
+from minirl.cost import Cost, cost_of
+from minirl.data.chat import (
     Tokenizer,
     decode,
     load_tokenizer,
@@ -33,14 +30,11 @@ from minirl.chat import (
     unstopped,
     vocabulary_size,
 )
-from minirl.checkpoint import latest, load_, save
-from minirl.config import GrpoRun, check_launch
-from minirl.cost import Cost, cost_of
-from minirl.data import Datasets, draw, load_datasets
+from minirl.data.datasets import Datasets, draw, load_datasets
 from minirl.engine import Sampling
+from minirl.envs.rewards import Answer, RewardFn, open_rewards
 from minirl.flops import peak_flops
 from minirl.hf import check_model, end_token_ids, read_config
-from minirl.loader import dump
 from minirl.log import (
     Log,
     curve,
@@ -53,8 +47,8 @@ from minirl.log import (
 )
 from minirl.ownership import Identity, check_allowed, check_identity, identity_of, locked
 from minirl.parallel import Axis, launched_size, require_equal, world
-from minirl.rewards import Answer, RewardFn, open_rewards
 from minirl.rng import fold_in, key_of
+from minirl.rollout.collect import Parts, ScoreFn, prompts_per_draw
 from minirl.types import Prompt, Score, Trajectory
 
 

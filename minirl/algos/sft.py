@@ -9,14 +9,14 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from minirl.algos.layout import plan_step
 from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
+from minirl.config.policy import PolicyConfig
 from minirl.cost import Cost
-from minirl.losses_supervised import nll_loss
+from minirl.data.packing import round_up
+from minirl.data.plan import plan_step
+from minirl.losses.supervised import nll_loss
 from minirl.metrics import Metrics
-from minirl.packing import round_up
 from minirl.parallel import Axis, reduce_metrics, sum_over
-from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
 from minirl.types import Rows, Scalar, TokenMask
 

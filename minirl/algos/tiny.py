@@ -18,14 +18,14 @@ import msgspec
 
 from minirl.algos import sft
 from minirl.backend import after_draw
-from minirl.backends.dtensor import open_backend
-from minirl.chat import Tokenizer, load_tokenizer
-from minirl.config import GrpoRun
-from minirl.data import draw, load_datasets
+from minirl.backends.dtensor.backend import open_backend
+from minirl.config.policy import OptimizerConfig, ScheduleConfig, TokenizerConfig
+from minirl.config.run import GrpoRun
+from minirl.data.chat import Tokenizer, load_tokenizer
+from minirl.data.datasets import draw, load_datasets
 from minirl.files import writing
 from minirl.log import say
 from minirl.parallel import Axis
-from minirl.policy_config import OptimizerConfig, ScheduleConfig, TokenizerConfig
 from minirl.rng import fold_in, key_of
 from minirl.types import Prompt
 

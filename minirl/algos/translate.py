@@ -9,10 +9,10 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from minirl.dtensor_config import DTensorConfig, LoraConfig
-from minirl.loader import refuse
-from minirl.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
-from minirl.policy_config import OptimizerConfig, PolicyConfig
+from minirl.config.dtensor import DTensorConfig, LoraConfig
+from minirl.config.loader import refuse
+from minirl.config.megatron import Fp8Config, MegatronConfig, MegatronOptimizerConfig
+from minirl.config.policy import OptimizerConfig, PolicyConfig
 
 DTENSOR, MEGATRON, ADAM = "policy.dtensor_cfg.", "policy.megatron_cfg.", "policy.optimizer."
 REMEDY = "set it to its default, or give a recipe for each backend and leave out --backend"

@@ -6,14 +6,14 @@ from typing import Any
 
 from msgspec import structs
 
-from minirl import megatron_auto
 from minirl.backend import Backend, TrainState
 from minirl.backends.hf_model import check_positions
+from minirl.config import megatron_auto
+from minirl.config.megatron_fit import check_machine, check_model_rules, this_machine
+from minirl.config.policy import PolicyConfig
 from minirl.engine import Engine
 from minirl.hf import model_facts, read_config, with_overrides
-from minirl.megatron_fit import check_machine, check_model_rules, this_machine
 from minirl.parallel import Axis
-from minirl.policy_config import PolicyConfig
 from minirl.rng import Key
 
 
@@ -31,10 +31,10 @@ def open_backend(
     """
     cfg = with_own_config(cfg)
     if cfg.dtensor_cfg.enabled:
-        from minirl.backends import dtensor
+        from minirl.backends.dtensor import backend as dtensor
 
         return dtensor.open_backend(cfg, axis, key, with_reference=with_reference)
-    from minirl.backends import megatron
+    from minirl.backends.megatron import backend as megatron
 
     return megatron.open_backend(cfg, axis, key, with_reference=with_reference)
 
@@ -74,7 +74,9 @@ def check_policy(cfg: PolicyConfig) -> None:
         vllm=cfg.generation.backend == "vllm",
     )
     if cfg.dtensor_cfg.enabled:
-        from minirl.backends import dtensor_compare, dtensor_fit, optim
+        from minirl.backends.dtensor import compare as dtensor_compare
+        from minirl.backends.dtensor import fit as dtensor_fit
+        from minirl.backends.dtensor import optim
 
         optim.check(cfg)
         packed = cfg.sequence_packing.enabled
@@ -82,7 +84,7 @@ def check_policy(cfg: PolicyConfig) -> None:
         dtensor_fit.check_modules(cfg.dtensor_cfg, cfg.model_name)
         dtensor_compare.check_logprobs(cfg)
         return
-    from minirl.backends import megatron_setup
+    from minirl.backends.megatron import setup as megatron_setup
 
     check_machine(cfg.megatron_cfg, this_machine())
     cfg = decided(cfg)

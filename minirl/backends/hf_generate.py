@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from minirl.backends.hf_model import load_options
+from minirl.config.policy import GenerationConfig
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
-from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")

@@ -33,10 +33,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minirl.backends.vllm_arguments import check_kwargs
+from minirl.config.policy import GenerationConfig
 from minirl.engine import Engine, Request, Sampling, check_logprobs, check_requests
 from minirl.hf import read_config
 from minirl.parallel import launched_size
-from minirl.policy_config import GenerationConfig
 from minirl.types import Completion
 
 Shape: TypeAlias = tuple[int, ...]

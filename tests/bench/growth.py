@@ -28,9 +28,9 @@ from models import save_model
 from training import ours, shown
 
 from minirl.cost import Cost, cost_of
+from minirl.data.packing import pack
 from minirl.flops import training_flops
 from minirl.log import curve
-from minirl.packing import pack
 from minirl.parallel import Axis, world
 
 ROWS, LONGEST, CAPACITY, VOCABULARY, TURNS = 16, 512, 2048, 512, 5

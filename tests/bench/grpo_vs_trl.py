@@ -140,8 +140,8 @@ def since(start: tuple[float, float]) -> tuple[float, float]:
 def measure_minirl(case: Case, prompts: list[str], folder: Path) -> Seen:
     from minirl.algos import grpo
     from minirl.algos.launch import open_parts, read_inputs, sampled_tokens
-    from minirl.config import GrpoRun
-    from minirl.loader import load
+    from minirl.config.loader import load
+    from minirl.config.run import GrpoRun
     from minirl.parallel import world
     from minirl.types import Score
 

@@ -20,9 +20,9 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.utils import nanstd, selective_log_softmax
 
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
-from minirl.groups import group_relative
-from minirl.loss_config import LossConfig
-from minirl.losses import PolicyLossInputs, policy_loss
+from minirl.config.loss import LossConfig
+from minirl.losses.groups import group_relative
+from minirl.losses.policy import PolicyLossInputs, policy_loss
 from minirl.metrics import values
 
 BATCH, LENGTH = 16, 2048

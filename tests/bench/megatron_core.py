@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from minirl.backend import TokenHead, TokenOutput, Work
-from minirl.backends.megatron import open_backend
-from minirl.backends.megatron_bridge import core
-from minirl.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from minirl.metrics import Metrics, Sum
-from minirl.parallel import world
-from minirl.policy_config import (
+from minirl.backends.megatron.backend import open_backend
+from minirl.backends.megatron.bridge import core
+from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig
+from minirl.config.policy import (
     DTensorConfig,
     GenerationConfig,
     PolicyConfig,
     TokenizerConfig,
     VllmConfig,
 )
+from minirl.metrics import Metrics, Sum
+from minirl.parallel import world
 from minirl.rng import key_of
 from minirl.types import Rows, Scalar
 

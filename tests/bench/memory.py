@@ -22,11 +22,11 @@ from models import policy_config, save_model
 from ranks import run_ranks
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from minirl.backends import dtensor
-from minirl.backends.dtensor_forward import view
+from minirl.backends.dtensor import backend as dtensor
+from minirl.backends.dtensor.forward import view
 from minirl.backends.norms import local_shard
+from minirl.config.policy import DTensorConfig, OptimizerConfig
 from minirl.parallel import Axis
-from minirl.policy_config import DTensorConfig, OptimizerConfig
 from minirl.rng import key_of
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ import torch
 from trl.data_utils import _SegmentTree, pack_dataset
 
 from minirl.cost import Cost
-from minirl.packing import PACKERS, balance, pack
+from minirl.data.packing import PACKERS, balance, pack
 from minirl.rng import key_of
 
 NUM, CAPACITY, ROUNDS, RANKS = 8192, 8192, 5, 8

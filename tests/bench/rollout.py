@@ -19,11 +19,11 @@ from engines import save_tokenizer
 from models import save_model
 
 from minirl.backends import vllm
+from minirl.config.policy import GenerationConfig, VllmConfig
 from minirl.engine import Sampling
 from minirl.parallel import world
-from minirl.policy_config import GenerationConfig, VllmConfig
 from minirl.rng import fold_in, key_of
-from minirl.rollout import rollout
+from minirl.rollout.sample import rollout
 from minirl.types import Prompt
 
 ROUNDS = 21

@@ -33,13 +33,13 @@ def rank(launched_at: float, out: Path) -> None:
     importlib.import_module("torch")
     mark("import torch")
     from minirl.algos import grpo
-    from minirl.algos.collect import Parts
     from minirl.algos.launch import open_rewards, read_inputs, score_answers
     from minirl.backends import open_backend, open_engine
-    from minirl.config import GrpoRun
-    from minirl.loader import load
+    from minirl.config.loader import load
+    from minirl.config.run import GrpoRun
     from minirl.parallel import launched_size, world
     from minirl.rng import key_of
+    from minirl.rollout.collect import Parts
 
     mark("import minirl")
     importlib.import_module("transformers")

@@ -19,11 +19,8 @@ import torch
 from torch import Tensor
 
 from minirl.algos import sft
-from minirl.algos.layout import by_length
-from minirl.backends.dtensor import open_backend
-from minirl.packing import pack
-from minirl.parallel import Axis, world
-from minirl.policy_config import (
+from minirl.backends.dtensor.backend import open_backend
+from minirl.config.policy import (
     GenerationConfig,
     OptimizerConfig,
     PolicyConfig,
@@ -31,6 +28,9 @@ from minirl.policy_config import (
     TokenizerConfig,
     VllmConfig,
 )
+from minirl.data.packing import pack
+from minirl.data.plan import by_length
+from minirl.parallel import Axis, world
 from minirl.rng import key_of
 
 ROWS, MICRO, VOCABULARY, ROUNDS = 128, 16, 512, 7

@@ -1,0 +1,1 @@
+"""The FSDP2 backend: Hugging Face models, sharded with DTensor."""

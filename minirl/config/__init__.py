@@ -1,0 +1,1 @@
+"""Settings: every key of a run, its default, its range, and which combinations are refused."""

@@ -1,0 +1,1 @@
+"""Text and rows: datasets, chat templates, packing, and which rank trains which rows."""

@@ -1,0 +1,1 @@
+"""Rollouts: from prompts to scored samples."""
