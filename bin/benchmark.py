@@ -1,6 +1,6 @@
-"""Time whole runs, on one backend or on both, in a table with the columns of NeMo-RL's.
+"""Time whole runs in a table with the columns of NeMo-RL's.
 
-python bin/benchmark.py --config RECIPE --backend dtensor --backend megatron --nproc-per-node 8
+python bin/benchmark.py --config RECIPE --config OTHER_RECIPE --nproc-per-node 8
 
 Not to be started by torchrun: it starts torchrun for each run, one after the other. On several
 nodes, start it on each with the same log_dir, and give torchrun's rendezvous in --torchrun.
@@ -27,13 +27,6 @@ from minirl.log import run_command, say, user_errors
 def main(
     config: Annotated[list[Path], typer.Option(help="A run's YAML file; may be repeated.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="As for bin/grpo.py.")] = None,
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="dtensor or megatron, to which recipes are carried over with a constant learning "
-            "rate; may be repeated. Left out: each recipe as it is."
-        ),
-    ] = None,
     steps: Annotated[int, typer.Option(help="Of each run.")] = 30,
     window: Annotated[str, typer.Option(help="The steps that means are taken of.")] = "22-29",
     nproc_per_node: Annotated[int, typer.Option(min=1, help="As for torchrun.")] = 1,
@@ -41,16 +34,14 @@ def main(
         str, typer.Option(help="Further arguments of torchrun, in quotes; --standalone if none.")
     ] = "",
 ) -> None:
-    """Run each CONFIG on each BACKEND, and show the mean times of their steps as Markdown."""
+    """Run each CONFIG, and show the mean times of their steps as Markdown."""
     rows: list[tuple[str, dict[str, float]]] = []
     failed = False
     with user_errors():
         further = shlex.split(torchrun)
         launcher = ["--nproc-per-node", str(nproc_per_node), *(further or ["--standalone"])]
         steps_taken = window_of(window, steps)
-        runs = planned(
-            config, backend or [], overrides or [], steps, None if further else nproc_per_node
-        )
+        runs = planned(config, overrides or [], steps, None if further else nproc_per_node)
         for run in runs:
             command = command_of(run, Path(__file__).with_name("grpo.py"), launcher)
             say(f"{run.label}: {shlex.join(command)}")

@@ -141,14 +141,11 @@ Algorithms: the steps and the loop
     algos/launch.py            from a config to a finished run
     algos/export.py            checkpoints between Hugging Face's format and Megatron's
     algos/tiny.py              a small model made from nothing
-    algos/gpu_check.py         the Megatron backend tried on this machine
-    algos/translate.py         settings of one backend as those of the other
-    algos/benchmark.py         whole runs timed, on one backend or both
+    algos/benchmark.py         whole runs timed
 
 Commands
     bin/make_tiny.py           makes the tiny model
     bin/grpo.py                one GRPO run
     bin/convert.py             checkpoints from one format to the other
-    bin/check_gpu.py           the Megatron backend tried on this machine
     bin/benchmark.py           whole runs timed, in one table
 """

@@ -61,8 +61,11 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs a GPU where there is none."""
+    """Leave out what needs a GPU where there is none; add what it serves where there is one."""
     if torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("on_gpu"):
+                item.add_marker(pytest.mark.gpu)
         return
     left_out = [item for item in items if item.get_closest_marker("gpu")]
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]

@@ -35,6 +35,8 @@ from minirl.rng import fold_in, key_of
 from minirl.rollout.sample import collate, rollout
 from minirl.types import Prompt
 
+pytestmark = pytest.mark.on_gpu
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -251,9 +251,8 @@ with megatron_convert.converted(cfg, SOLO):
 @pytest.mark.slow
 def test_the_converter_of_a_killed_job_keeps_others_out_until_it_ends(place: Place):
     place.converts_by(f"sleep 2; {GOOD}")
-    command = [str(Path(sys.prefix) / "bin" / "python"), "-c", JOB]
-    arguments = [msgspec.json.encode(place.cfg).decode(), str(place.script)]
-    job = subprocess.Popen([*command, *arguments])
+    python, cfg = Path(sys.prefix) / "bin" / "python", msgspec.json.encode(place.cfg).decode()
+    job = subprocess.Popen([str(python), "-c", JOB, cfg, str(place.script)])
     while not place.trace.exists():
         assert job.poll() is None
         time.sleep(0.05)

@@ -14,7 +14,7 @@ from minirl.parallel import Axis
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-5
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.on_gpu]
 
 
 @pytest.fixture(scope="module")

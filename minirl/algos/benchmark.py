@@ -1,11 +1,9 @@
-"""The times of whole runs in one table, by backend: how NeMo-RL publishes its own.
+"""The times of whole runs in one table: how NeMo-RL publishes its own.
 
-For each recipe, and each backend asked for, `planned` gives one run of bin/grpo.py without
-validation and checkpoints, `start` starts it under torchrun in a folder of its own, `averages`
-reads its `metrics.jsonl`, and `table` shows the means over a window of steps. A recipe is carried
-over to the other backend by `translated`: sizes and optimizer. Schedules of the learning rate are
-not carried over: with a backend asked for, the rate is constant, on both backends alike (the speed
-of a step does not depend on it).
+For each recipe `planned` gives one run of bin/grpo.py without validation and checkpoints, `start`
+starts it under torchrun in a folder of its own, `averages` reads its `metrics.jsonl`, and `table`
+shows the means over a window of steps. Recipes of both backends in one table hold these against
+each other.
 
 Source: the columns, and the window of steps 22 to 29, of the tables in "Reinforcement Learning with
 NVIDIA NeMo-RL: Megatron-Core Support for Optimized Training Throughput" (NVIDIA, 2025).
@@ -19,15 +17,12 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-from minirl.algos.translate import section_of, translated
 from minirl.config.loader import load, refuse
 from minirl.config.run import GrpoRun, check_launch
-from minirl.config.yaml_files import REPLACE
 from minirl.log import metrics_path, prepare_folder, read_metrics
 
-BACKENDS = ("dtensor", "megatron")
 SET_HERE = {
     "grpo.val_period": 0,
     "grpo.val_at_start": False,
@@ -95,66 +90,46 @@ def window_of(text: str, steps: int) -> Window:
 
 
 def planned(
-    recipes: Sequence[Path],
-    backends: Sequence[str],
-    overrides: Sequence[str],
-    steps: int,
-    num_ranks: int | None,
+    recipes: Sequence[Path], overrides: Sequence[str], steps: int, num_ranks: int | None
 ) -> list[Run]:
     """All runs, in the order of the table, each with a config that loads.
 
     `num_ranks` is None where it is not known; then it is checked by the runs.
 
     Raises:
-        ValueError: a backend is unknown, an override is of a key that is set here, a recipe does
-            not load, cannot be carried over to a backend, or does not suit the number of ranks.
+        ValueError: an override is of a key that is set here, or a recipe does not load or does not
+            suit the number of ranks.
     """
-    for name in backends:
-        refuse(name not in BACKENDS, f"--backend is {name!r}; use {' or '.join(BACKENDS)}")
-    _refuse_overlap(overrides, {*SET_HERE, "grpo.max_num_steps"}, "a benchmark")
+    _refuse_overlap(overrides, {*SET_HERE, "grpo.max_num_steps"})
     runs: list[Run] = []
     for recipe in recipes:
         asked = load(recipe, overrides, GrpoRun)
-        own_backend = "dtensor" if asked.policy.dtensor_cfg.enabled else "megatron"
-        for backend in backends or (own_backend,):
-            other = translated(asked.policy, backend) if backends else {}
-            if backend != own_backend:
-                _refuse_overlap(overrides, section_of(backend) & other.keys(), "--backend")
-            part = f"{len(runs) + 1}-{recipe.stem}-{backend}"
-            folder = Path(asked.logger.log_dir) / "benchmark" / part
-            own = {
-                **SET_HERE,
-                "grpo.max_num_steps": steps,
-                # Every pass over the data has at least one step.
-                "grpo.max_num_epochs": max(asked.grpo.max_num_epochs, steps),
-                "logger.log_dir": str(folder),
-            }
-            texts = (
-                *overrides,
-                *(f"{key}={_written(value)}" for key, value in (other | own).items()),
-            )
-            run = load(recipe, texts, GrpoRun)
-            if num_ranks is not None:
-                check_launch(run, num_ranks)
-            runs.append(Run(f"{recipe.stem} {backend}", folder, ("--config", str(recipe), *texts)))
+        folder = Path(asked.logger.log_dir) / "benchmark" / f"{len(runs) + 1}-{recipe.stem}"
+        own = {
+            **SET_HERE,
+            "grpo.max_num_steps": steps,
+            # Every pass over the data has at least one step.
+            "grpo.max_num_epochs": max(asked.grpo.max_num_epochs, steps),
+            "logger.log_dir": str(folder),
+        }
+        added = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in own.items())
+        texts = (*overrides, *added)
+        run = load(recipe, texts, GrpoRun)
+        if num_ranks is not None:
+            check_launch(run, num_ranks)
+        runs.append(Run(recipe.stem, folder, ("--config", str(recipe), *texts)))
     return runs
 
 
-def _written(value: object) -> str:
-    """A value for an override; a mapping is the whole section."""
-    whole = {**cast("dict[str, Any]", value), REPLACE: True} if isinstance(value, dict) else value
-    return json.dumps(whole, ensure_ascii=False)
-
-
-def _refuse_overlap(overrides: Sequence[str], keys: Collection[str], who: str) -> None:
-    """Refuses overrides that what `who` sets would undo, as keys, their sections or their parts."""
+def _refuse_overlap(overrides: Sequence[str], keys: Collection[str]) -> None:
+    """Refuses overrides that a benchmark would undo, as keys, their sections or their parts."""
     for text in overrides:
         key = text.partition("=")[0]
         both = sorted(k for k in keys if f"{k}.".startswith(f"{key}.") or key.startswith(f"{k}."))
         refuse(
             bool(both),
-            f"override {text!r}: {who} sets {', '.join(both)} itself; remove it (--steps sets "
-            "steps, and settings of the recipe's own backend are carried over)",
+            f"override {text!r}: a benchmark sets {', '.join(both)} itself; remove it (--steps "
+            "sets steps)",
         )
 
 

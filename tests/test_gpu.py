@@ -1,20 +1,18 @@
-"""A short proof that the Megatron backend works on this machine, setting by setting.
+"""Settings of the Megatron backend that need a GPU, against the FSDP2 backend in float32.
 
-A small random model takes three updates under each setting, and its log-probs, before them, are
-held against the FSDP2 backend's in float32. With a GPU this runs Transformer Engine's layers, fused
-kernels, activation and optimizer offload; without one, the settings that need none.
+A small random model takes three updates under each setting. They run Transformer Engine's layers,
+fused kernels, activation and optimizer offload. Other tests join these where there is a GPU: see
+`on_gpu` in pyproject.toml.
 """
 
-import tempfile
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import pytest
 import torch
+from ranks import run_ranks
 
 from minirl.algos.tiny import save_random_model, save_tokenizer
-from minirl.backend import TokenHead, TokenOutput, Work
+from minirl.backend import Backend, TokenHead, TokenOutput, TrainState, Work
 from minirl.backends import check_policy, open_backend
 from minirl.config.dtensor import DTensorConfig
 from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig
@@ -30,6 +28,8 @@ from minirl.metrics import Metrics, Sum, value
 from minirl.parallel import Axis
 from minirl.rng import generator, key_of
 from minirl.types import Rows, Scalar
+
+pytestmark = pytest.mark.gpu
 
 LENGTH, SAMPLES, UPDATES = 96, 4, 3
 SIZES = {
@@ -76,37 +76,6 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 """Of a log-prob against float32; bfloat16 has three digits, and logits here reach 10."""
 
 
-class Outcome(NamedTuple):
-    """What one setting did."""
-
-    name: str
-    refused: str
-    """Why this machine cannot; empty when it ran."""
-    error: float = 0.0
-    """The largest difference of a log-prob from the FSDP2 backend in float32."""
-    loss_fell: bool = False
-    seconds: float = 0.0
-    peak_gib: float = 0.0
-
-    @property
-    def passed(self) -> bool:
-        """Whether it ran and did what it must."""
-        bound = TOLERANCE[SETTINGS[self.name].precision]
-        return not self.refused and self.loss_fell and self.error < bound
-
-
-def check(axis: Axis) -> Iterator[Outcome]:
-    """One outcome per setting. Collective: for a single process."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        save_tokenizer(folder)
-        save_random_model(folder, 0, **SIZES)
-        rows = random_rows()
-        exact = log_probs(policy(name, None), rows, axis)
-        for setting in SETTINGS:
-            yield outcome(setting, policy(name, SETTINGS[setting]), rows, exact, axis)
-
-
 def policy(model: str, setting: Setting | None) -> PolicyConfig:
     """The section `policy` of a setting; of the FSDP2 backend in float32 without one."""
     megatron = MegatronConfig()
@@ -147,40 +116,44 @@ def real(rows: Rows, values: torch.Tensor) -> torch.Tensor:
     return values[torch.arange(1, rows.tokens.shape[1]) < rows.lengths[:, None]]
 
 
-def log_probs(cfg: PolicyConfig, rows: list[Rows], axis: Axis) -> torch.Tensor:
-    """All log-probs of a fresh backend."""
-    backend, state = open_backend(cfg, axis, key_of(0))
+def log_probs(backend: Backend[Any], state: TrainState[Any]) -> torch.Tensor:
+    rows = random_rows()
     outputs = backend.logprobs(state, rows, TokenHead(), "policy")
     return torch.cat([real(r, o.logprobs) for r, o in zip(rows, outputs, strict=True)])
 
 
-def outcome(
-    name: str, cfg: PolicyConfig, rows: list[Rows], exact: torch.Tensor, axis: Axis
-) -> Outcome:
-    """Runs one setting, or says why this machine cannot."""
-    cuda = torch.cuda.is_available()
-    try:
-        check_policy(cfg)
-    except ValueError as error:
-        return Outcome(name, refused=str(error))
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    begin = time.perf_counter()
+def exact(axis: Axis, model: str) -> torch.Tensor:
+    """What the FSDP2 backend says in float32."""
+    return log_probs(*open_backend(policy(model, None), axis, key_of(0)))
+
+
+def trained(axis: Axis, model: str, name: str) -> tuple[torch.Tensor, list[float]]:
+    """Log-probs before, and the losses of, some updates under a setting."""
+    cfg = policy(model, SETTINGS[name])
+    check_policy(cfg)
     backend, state = open_backend(cfg, axis, key_of(0))
-    outputs = backend.logprobs(state, rows, TokenHead(), "policy")
-    found = torch.cat([real(r, o.logprobs) for r, o in zip(rows, outputs, strict=True)])
+    found = log_probs(backend, state)
     losses: list[float] = []
     for _ in range(UPDATES):
-        state, metrics = backend.update_(state, [work(r) for r in rows])
+        state, metrics = backend.update_(state, [work(r) for r in random_rows()])
         losses.append(value(metrics["loss"]))
-    return Outcome(
-        name,
-        refused="",
-        error=float((found - exact).abs().max()),
-        loss_fell=losses[-1] < losses[0],
-        seconds=time.perf_counter() - begin,
-        peak_gib=torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0,
-    )
+    return found, losses
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("gpu")
+    save_tokenizer(folder)
+    save_random_model(folder, 0, **SIZES)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_gives_the_log_probs_of_the_other_backend_and_learns(name: str, model: str):
+    (wanted,) = run_ranks(1, exact, model)
+    ((found, losses),) = run_ranks(1, trained, model, name)
+    assert float((found - wanted).abs().max()) < TOLERANCE[SETTINGS[name].precision]
+    assert losses[-1] < losses[0]
 
 
 def work(rows: Rows) -> Work:
