@@ -151,7 +151,7 @@ def test_what_prompts_spell_and_what_does_not_end_answers_is_told(
         return said
 
     assert told() == []
-    (tmp_path / "system.txt").write_text("<|end|><|assistant|>42")
+    (tmp_path / "system.txt").write_text("<|end|>42")
     system = f"data.train.system_prompt_file={tmp_path / 'system.txt'}"
     [spelled] = told(system)
     assert spelled.startswith("10 rows spell special tokens")

@@ -18,6 +18,8 @@ ALL = {
 }
 GREEDY = tokenizer_of(FAMILIES["llama 3"], "bytes", lstrip=True, rstrip=True)
 """Its special tokens take the white space beside them."""
+NESTED = tokenizer_of(Family("<s>[A]</s>{{ messages[0].content }}", ("<s>", "</s>", "<s>[A]")))
+"""One of its special tokens begins another."""
 
 
 def ask(text: str) -> list[dict[str, str]]:
@@ -70,7 +72,7 @@ def test_a_message_without_special_tokens_has_the_tokens_it_had(data, case):
     assert len(tokens) == len(expected) + adds_bos
 
 
-@pytest.mark.parametrize("tokenizer", [*ALL.values(), GREEDY])
+@pytest.mark.parametrize("tokenizer", [*ALL.values(), GREEDY, NESTED])
 def test_text_without_them_is_read_alike_by_the_reader_of_text_with_them(tokenizer):
     kwargs = {"date_string": "1 May"} if "date_string" in tokenizer.chat_template else {}
 
