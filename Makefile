@@ -10,6 +10,8 @@ unexport VIRTUAL_ENV PYTHONHOME
 
 BIN := .venv/bin
 RECIPE := bin/recipes/grpo_tiny_cpu.yaml
+# Two test processes, each with its own rank processes and engines; a file stays in one of them.
+TWO := -n 2 --dist loadfile
 
 help:
 	@echo "make grpo    set up, then train the tiny model with GRPO on this machine's CPU"
@@ -26,10 +28,10 @@ grpo: setup
 	$(BIN)/torchrun --nproc-per-node 2 bin/grpo.py --config $(RECIPE)
 
 test: lint types
-	$(BIN)/pytest -q --durations=10
+	$(BIN)/pytest -q $(TWO) --durations=10
 
 quick: setup
-	$(BIN)/pytest -q -m "not slow"
+	$(BIN)/pytest -q $(TWO) -m "not slow"
 
 nightly: setup
 	@bash .ci/setup nightly
