@@ -53,7 +53,7 @@ def test_a_row_beyond_the_positions_is_refused(solo, tmp_path):
     with pytest.raises(ValueError, match=r"17 tokens, but .* hold for 16: lower policy\.max_total"):
         backend.logprobs(state, [padded(rows((17,)))], HEAD, "policy")
     engine = hf_generate.open_engine(generation(case.max_model_len), str(tmp_path))
-    with pytest.raises(ValueError, match="10 prompt tokens .* do not fit max_model_len 16"):
+    with pytest.raises(ValueError, match=r"10 prompt tokens .* do not fit max_model_len 16"):
         engine.generate([Request((7,) * 10, 0)], Sampling(1.0, 8, ()))
 
 
