@@ -22,7 +22,8 @@ from row_cases import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from minirl.backends import check_policy, hf_model
+from minirl.backends import check_policy, hf_generate, hf_model
+from minirl.engine import Request, Sampling
 
 
 def test_every_kind_of_positions_is_tried():
@@ -51,6 +52,9 @@ def test_a_row_beyond_the_positions_is_refused(solo, tmp_path):
     backend, state = open_trainer(saved(case.config, tmp_path), solo, case.max_model_len)
     with pytest.raises(ValueError, match=r"17 tokens, but .* hold for 16: lower policy\.max_total"):
         backend.logprobs(state, [padded(rows((17,)))], HEAD, "policy")
+    engine = hf_generate.open_engine(generation(case.max_model_len), str(tmp_path))
+    with pytest.raises(ValueError, match=r"10 prompt tokens .* do not fit max_model_len 16"):
+        engine.generate([Request((7,) * 10, 0)], Sampling(1.0, 8, ()))
 
 
 REFUSED = {

@@ -32,7 +32,9 @@ def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None
 
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     dtype: torch.dtype = getattr(torch, cfg.vllm_cfg.precision)
-    options = load_options(model_path, cfg.vllm_cfg.max_model_len)
+    max_model_len = cfg.vllm_cfg.max_model_len
+    options, longest = load_options(model_path, max_model_len)
+    room = max_model_len if longest is None else min(max_model_len, longest)
     model = cast("Any", AutoModelForCausalLM).from_pretrained(model_path, dtype=dtype, **options)
     model.to(device).eval()
     text_of = _decoder(tokenizer or model_path)
@@ -43,7 +45,7 @@ def open_engine(cfg: GenerationConfig, model_path: str, *, tokenizer: str | None
             requests,
             sampling,
             vocabulary_size=model.config.vocab_size,
-            max_model_len=cfg.vllm_cfg.max_model_len,
+            max_model_len=room,
         )
         completions = [_sample(model, text_of, r, sampling, version) for r in requests]
         for index, completion in enumerate(completions):

@@ -120,11 +120,12 @@ def check_length(tokens: int, longest: int | None) -> None:
         )
 
 
-def load_options(name: str, max_model_len: int) -> dict[str, Any]:
-    """How `from_pretrained` has to read the model's folder or hub name."""
-    config = frozen(read_config(name), max_model_len).config
+def load_options(name: str, max_model_len: int) -> tuple[dict[str, Any], int | None]:
+    """How `from_pretrained` has to read the model's folder or hub name; and `Frozen.longest`."""
+    config, longest = frozen(read_config(name), max_model_len)
     attention = attention_for(config)
-    return {"config": config} | ({"attn_implementation": attention} if attention else {})
+    options = {"config": config} | ({"attn_implementation": attention} if attention else {})
+    return options, longest
 
 
 def attention_for(config: HfConfig) -> str | None:

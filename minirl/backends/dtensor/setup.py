@@ -127,13 +127,14 @@ def load_model(cfg: PolicyConfig, meshes: Meshes) -> Model:
 
     logging.disable_progress_bar()
     untyped: Any = AutoModelForCausalLM
+    options, _ = load_options(cfg.model_name, cfg.generation.vllm_cfg.max_model_len)
     model, report = untyped.from_pretrained(
         cfg.model_name,
         dtype=torch.float32,
         trust_remote_code=False,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # told apart below, by name
-        **load_options(cfg.model_name, cfg.generation.vllm_cfg.max_model_len),
+        **options,
     )
     wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     if wrong:
