@@ -54,7 +54,6 @@ FREE = (
     *("policy.dtensor_cfg.activation_checkpointing", "policy.dtensor_cfg.cpu_offload"),
     *("policy.dtensor_cfg.use_fused_linear_logprobs", "policy.generation.vllm_cfg.enforce_eager"),
     "policy.generation.vllm_cfg.gpu_memory_utilization",
-    "policy.generation.vllm_cfg.max_model_len",
     # Layouts: laws of the tests say that they change no number.
     *(
         f"policy.dtensor_cfg.{name}"
