@@ -36,9 +36,11 @@ def lora_keys(lora: dict[str, Any] | None = None, **keys: Any) -> DTensorConfig:
     return DTensorConfig(lora_cfg=LoraConfig(enabled=True, **(lora or {})), **keys)
 
 
-def policy(model: str, lora: dict[str, Any] | None = None, **fields: Any) -> PolicyConfig:
+def policy(
+    model: str, lora: dict[str, Any] | None = None, lr: float = ADAM["lr"], **fields: Any
+) -> PolicyConfig:
     """A policy with adapters."""
-    optimizer = OptimizerConfig(kwargs=ADAM)
+    optimizer = OptimizerConfig(kwargs={**ADAM, "lr": lr})
     return policy_config(model, dtensor_cfg=lora_keys(lora), optimizer=optimizer, **fields)
 
 
@@ -48,11 +50,11 @@ def make_start(axis: Axis, root: Path, family: Family, **sizes: Any) -> Start:
     return begin(axis, Start(model, ADAPTED.get(family, {}), root / "begin"))
 
 
-def begin(axis: Axis, start: Start) -> Start:
+def begin(axis: Axis, start: Start, lr: float = ADAM["lr"]) -> Start:
     """Writes the checkpoint of `start`."""
     start.folder.mkdir()
     model = start.model
-    backend, state = dtensor.open_backend(policy(model, start.lora), axis, key_of(0))
+    backend, state = dtensor.open_backend(policy(model, start.lora, lr), axis, key_of(0))
     draw = torch.Generator().manual_seed(1)
     for name, parameter in state.model.trainer.parameters().items():
         if "lora_B" in name:
@@ -68,11 +70,11 @@ def full_adapters(state: Any) -> dict[str, Tensor]:
     return {name: dtensor_lora.full(p).clone() for name, p in parameters.items()}
 
 
-def load_peft(start: Start, *, trained: bool = False) -> Any:
+def load_peft(start: Start, *, trained: bool = False, dtype: torch.dtype = torch.float32) -> Any:
     """The base model with the adapters of the checkpoint, as peft reads them."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    base = AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(start.model, dtype=dtype)
     base.get_input_embeddings().padding_idx = None
-    return PeftModel.from_pretrained(base, start.folder, is_trainable=trained).eval()
+    return PeftModel.from_pretrained(base, start.folder, is_trainable=trained).to(dtype).eval()

@@ -177,7 +177,7 @@ def start_of(model: str) -> lora_cases.Start:
     """The model, and adapters none of which is zero."""
     start = lora_cases.Start(model, {}, ROOT / "adapters")
     if not start.folder.exists():
-        ranks.run_ranks(1, lora_cases.begin, start)
+        ranks.run_ranks(1, lora_cases.begin, start, LR)
         ranks.close_pool()
     return start
 
@@ -204,7 +204,7 @@ def main(names: Sequence[str]) -> int:
     torch.set_num_threads(1)
     ranks.patience_s = 3600.0
     model = model_folder()
-    updates = Updates(sampled(model), LR)
+    updates = Updates(sampled(model), LR, torch.float64)
     start = start_of(model)
     expected = oracle_files(start, updates)
     lines = [

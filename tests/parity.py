@@ -145,6 +145,8 @@ class Updates(NamedTuple):
 
     batches: Sequence[Sequence[Sample]]
     lr: float = ADAM["lr"]
+    dtype: torch.dtype = torch.float32
+    """Of the oracle."""
 
 
 class Run(NamedTuple):
@@ -251,9 +253,9 @@ def oracle(start: Start, *, lora: bool, updates: Updates = TINY) -> Run:
     from transformers import AutoModelForCausalLM
 
     if lora:
-        model = load_peft(start, trained=True)
+        model = load_peft(start, trained=True, dtype=updates.dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(start.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(start.model, dtype=updates.dtype)
         model.get_input_embeddings().padding_idx = None
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), **{**ADAM, "lr": updates.lr})
@@ -265,7 +267,7 @@ def oracle(start: Start, *, lora: bool, updates: Updates = TINY) -> Run:
             tokens = torch.tensor([sample.tokens])
             logs = model(input_ids=tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
             chosen = logs.gather(-1, tokens[0, 1:, None])[:, 0]
-            loss = -(chosen * torch.tensor(sample.weights)).sum()
+            loss = -(chosen * torch.tensor(sample.weights, dtype=updates.dtype)).sum()
             loss.backward()
             total += float(loss.detach())
         squares = sum(float(p.grad.double().square().sum()) for p in trained.values())

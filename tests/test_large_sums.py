@@ -11,10 +11,12 @@ import torch
 from ranks import run_ranks
 from torch import Tensor
 
+from minirl.backends import hf_generate
 from minirl.backends.linear_logprobs import OutputLayer, linear_logprobs
 from minirl.backends.megatron.moe import watch_routers
 from minirl.backends.norms import global_norm
 from minirl.backends.vocab_parallel import Shard, vocab_logprobs
+from minirl.engine import Sampling
 from minirl.losses.policy import PolicyLossInputs, policy_loss
 from minirl.losses.reduce import kept_mean, row_mean, standardize, whiten
 from minirl.metrics import Mean, Metric, Sum, add, mean_over, value
@@ -119,6 +121,14 @@ def test_log_probs_and_entropy_of_a_large_vocabulary(large: Tensor, through: str
     mean = exact_sum(logits.double().exp() * logits) / math.exp(level)
     assert float(found) == pytest.approx(float(logits[5]) - level, rel=CLOSE)
     assert float(entropy) == pytest.approx(level - mean, rel=CLOSE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_log_probs_of_the_oracle_engine(large: Tensor, temperature: float):
+    sampling = Sampling(temperature, max_tokens=1, stop_token_ids=())
+    token, logprob = hf_generate._draw(large, sampling, torch.Generator().manual_seed(0))
+    expected = float(large[token]) - math.log(exact_sum(large.double().exp()))
+    assert logprob == pytest.approx(expected, rel=1e-7)
 
 
 def test_every_metric_of_the_policy_loss_at_many_tokens(large: Tensor):

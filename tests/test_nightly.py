@@ -9,7 +9,7 @@ from models import policy_config
 from nightly import BOUNDS, ENGINE, ROWS
 
 from minirl.backends import check_policy
-from minirl.config.megatron import MegatronConfig
+from minirl.config.megatron import MegatronConfig, MegatronOptimizerConfig
 from minirl.config.policy import DTensorConfig, OptimizerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,11 @@ def refusal(folder: Path, size: int, *, megatron: bool) -> str:
     (folder / "config.json").write_text(json.dumps(SMOL))
     chosen = {
         "dtensor_cfg": DTensorConfig(enabled=False),
-        "megatron_cfg": MegatronConfig(enabled=True, tensor_model_parallel_size=size),
+        "megatron_cfg": MegatronConfig(
+            enabled=True,
+            tensor_model_parallel_size=size,
+            optimizer=MegatronOptimizerConfig(lr=1e-3),
+        ),
         "optimizer": None,
     }
     if not megatron:
