@@ -22,6 +22,7 @@ from minirl.checkpoint import IDENTITY
 from minirl.config.loader import refuse
 from minirl.config.run import GrpoRun
 from minirl.data.datasets import Dataset
+from minirl.files import read_object
 from minirl.hf import model_facts, weight_files
 from minirl.log import is_first_rank, prepare_folder
 
@@ -109,18 +110,16 @@ def check_identity(folder: Path, now: Identity, allowed: Sequence[str]) -> list[
     Raises:
         ValueError: the checkpoint is of another run, field by field; it says nothing of its run.
     """
-    try:
-        saved: Identity = json.loads((folder / IDENTITY).read_bytes())
-    except FileNotFoundError as error:
+    file = folder / IDENTITY
+    if not file.is_file():
         raise ValueError(
             f"{str(folder)!r} has no {IDENTITY}, so nothing tells which run it is of (an earlier "
             "version of minirl saved it); name another checkpointing.checkpoint_dir"
-        ) from error
+        )
+    try:
+        saved = read_object(file, f"{str(folder)!r} is no complete checkpoint: {IDENTITY}")
     except ValueError as error:
-        raise ValueError(
-            f"{str(folder)!r} is no complete checkpoint: {IDENTITY}: {error}; remove it to go on "
-            "from the one before"
-        ) from error
+        raise ValueError(f"{error}; remove it to go on from the one before") from error
     changed = {k: _phrase(k, saved, now) for k in {**saved, **now} if _differ(k, saved, now)}
     refused = [key for key in changed if not _within(key, (*FREE, *allowed))]
     refuse(

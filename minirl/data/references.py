@@ -68,11 +68,12 @@ def _faults(texts: Sequence[str], env: EnvConfig) -> dict[str, str]:
         {},
         num_workers=env.num_workers,
         timeout_s=env.timeout_s,
+        memory_gb=env.memory_gb,
     ) as pool:
         outcomes = run_(pool, [(text,) for text in asked])
     reasons = {
         "timed_out": f"judging it takes more than env.timeout_s={env.timeout_s} s",
-        "died": "judging it ends the process that does",
+        "died": "judging it ends the process that does, or takes more than env.memory_gb",
     }
     return {
         text: reasons.get(outcome.kind)

@@ -231,7 +231,8 @@ def _told(error: BaseException, memory_gb: float) -> str:
     lack = ""
     if isinstance(error, MemoryError):
         resource.setrlimit(resource.RLIMIT_DATA, (hard := _hard_limit(), hard))  # room to tell
-        lack = f"it exceeded env.memory_gb={memory_gb:g}, or asked for more than there is\n"
+        limit = f"exceeded env.memory_gb={memory_gb:g}, or " if memory_gb < math.inf else ""
+        lack = f"it {limit}asked for more than there is\n"
     return lack + "".join(traceback.format_exception(error))
 
 

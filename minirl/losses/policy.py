@@ -6,7 +6,7 @@ any split, padding or row order; and its metrics, which add up too.
 
     loss = mean(w l) + beta mean(W k) + mu nll
 
-with a surrogate l (`policy_losses`), importance weights w (`mismatch`), a KL term k (`kl`) and the
+with a surrogate l (`surrogates`), importance weights w (`mismatch`), a KL term k (`kl`) and the
 likelihood of rewarded samples. Masked values are replaced by zero on entry and never read.
 """
 

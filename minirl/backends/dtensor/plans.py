@@ -5,7 +5,7 @@ sum over ranks a pair), `embedding` and `output` cut the vocabulary, `heads` are
 heads (whose gradient is a sum over the ranks' heads), `norm` the others, `block` what reads the
 whole sequence where the rest holds parts of it (as attention if its name begins so). Of a mixture,
 `experts` are dealt out, `mixture` is the block around them, which adds up what they make, and
-`whole` is its router. Adapters add `summed` and `spread`: see `dtensor_lora.cut_plan`.
+`whole` is its router. Adapters add `summed` and `spread`: see `lora.cut_plan`.
 
 Source: Shoeybi et al. 2019 (Megatron-LM), arXiv:1909.08053, section 3; Korthikanti et al. 2022
 (sequence parallelism), arXiv:2205.05198, section 4.2.

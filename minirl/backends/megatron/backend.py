@@ -59,7 +59,7 @@ def open_backend(
     """Builds `cfg.model_name` in the layout of `cfg.megatron_cfg`; the state of a fresh run.
 
     The Hugging Face checkpoint is converted to Megatron's format once, in a folder that all ranks
-    see (`megatron_convert.folder_of`), and read from there, each rank its own parts.
+    see (`convert.folder_of`), and read from there, each rank its own parts.
     `with_reference` also keeps this rank's weights as loaded, in host memory.
 
     Collective: every rank of `axis`, which is all of them, calls this.

@@ -2,7 +2,7 @@
 
 Bridge reads scaled positions for some families only, and then some of their fields; and windows of
 some families only. Here they are read for all of them, as transformers reads them. What this file
-does not know either is seen when the model is compared (`megatron_compare`).
+does not know either is seen when the model is compared (`minirl.backends.megatron.compare`).
 """
 
 import math
