@@ -331,26 +331,6 @@ def test_what_is_wrong_with_a_validation_set_is_told_of_it(tmp_path):
         load(train, validation=validation)
 
 
-ROWS = [("Say Yes", "yes"), ("Is it so?", "no"), ("a  B", "A b"), ("12 + 3", "15"), ("2 x 5", 2)]
-
-
-def shown_rows(path: Path) -> dict[str, Any]:
-    rows = [{"input": text, "output": answer} for text, answer in ROWS]
-    return {**jsonl(path / "rows.jsonl", rows), "leave_out_shown_answers": True}
-
-
-def test_rows_whose_input_shows_the_answer_are_left_out_and_counted(tmp_path):
-    train = shown_rows(tmp_path)
-    parts = load(train, validation=train)
-    assert (ids(parts.train), parts.num_shown) == ([1, 3], 2 * 3)
-    assert load({**train, "leave_out_shown_answers": False}).num_shown == 0
-    with pytest.raises(ValueError, match=r"data\.train\.output_key='answer': row 0 has only the"):
-        load({**train, "output_key": "answer", "env_name": "some.module:function"})
-    every = jsonl(tmp_path / "every.jsonl", [{"input": "yes", "output": "yes"}])
-    with pytest.raises(ValueError, match=r"data\.train\.leave_out_shown_answers: every input"):
-        load({**every, "leave_out_shown_answers": True})
-
-
 # reasoning-gym
 
 
@@ -364,29 +344,16 @@ def gym(task: str, **task_kwargs: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_words_of_the_demo_are_held_out_whatever_their_case_and_no_prompt_shows_an_answer():
-    whole = {**gym("spell_backward", **SPELL), "split_validation_size": 0.1, "deduplicate": True}
-    train = {**whole, "leave_out_shown_answers": True}
-    parts, before = load(train), load(whole)
+def test_the_words_of_the_demo_are_held_out_whatever_their_case():
+    train = {**gym("spell_backward", **SPELL), "split_validation_size": 0.1, "deduplicate": True}
+    parts = load(train)
     assert parts.validation is not None
 
     def words(dataset: Dataset) -> list[str]:
         return [p.example["metadata"]["word"].lower() for p in dataset.prompts]
 
     kept, held = words(parts.train), words(parts.validation)
-    left_out = parts.num_duplicates + parts.num_shown
-    assert len(kept + held) == len(set(kept + held)) == SPELL["size"] - left_out
-    for prompt in parts.train.prompts + parts.validation.prompts:
-        assert prompt.example["answer"].lower() not in text_of(prompt).lower()
-    assert before.validation is not None
-    words_before = {*words(before.train), *words(before.validation)}
-    dropped = words_before - set(kept + held)
-    assert len(dropped) == parts.num_shown
-    assert {w for w in words_before if w == w[::-1]} | {
-        "cab",
-        "sun",
-        "nus",
-    } & words_before <= dropped
+    assert len(kept + held) == len(set(kept + held)) == SPELL["size"] - parts.num_duplicates
     assert len(held) / len(kept + held) == pytest.approx(0.1, abs=0.01)
     first = parts.train.prompts[0]
     assert text_of(first) == f"<|user|>{first.example['question']}<|assistant|>"
