@@ -7,6 +7,7 @@ refused unless `checkpointing.allowed_changes` names it.
 
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -47,8 +48,9 @@ FREE = (
     ),
     "policy.megatron_cfg.scheduler.lr_wsd_decay_style",
     "policy.megatron_cfg.scheduler.lr_wsd_decay_iters",
-    # Where the model lies; its files are compared instead.
-    "policy.model_name.path",
+    # Where files lie; what is in them is compared instead.
+    *("policy.model_name.path", "data.train.data_path", "data.train.prompt_file"),
+    "data.train.system_prompt_file",
     # Memory: how many rows or tokens at once, in which order, and what is kept where.
     *("policy.train_micro_batch_size", "policy.logprob_batch_size", "policy.logprob_chunk_size"),
     *("policy.sequence_packing", "policy.dynamic_batching", "policy.offload_optimizer_for_logprob"),
@@ -87,8 +89,11 @@ FREE = (
 """Keys and sections that may change when a run goes on; every other key changes its results."""
 
 
-def identity_of(run: GrpoRun, train: Dataset) -> Identity:
-    """What is written into each checkpoint: settings, the model's files, the rows trained on."""
+def identity_of(run: GrpoRun, train: Dataset, stop_token_ids: Sequence[int] = ()) -> Identity:
+    """What is written into each checkpoint: settings, the model's files, the rows trained on.
+
+    `stop_token_ids` are those that end an answer, whoever says so.
+    """
     tree = json.loads(msgspec.json.encode(run))
     name = run.policy.model_name
     facts = dict(_settings(tree, ""))
@@ -99,9 +104,35 @@ def identity_of(run: GrpoRun, train: Dataset) -> Identity:
     return facts | {
         "policy.model_name.path": name,
         "policy.model_name.config": _digest(model_facts(name)),
-        "policy.model_name.weights": _digest(weight_files(name)),
+        "policy.model_name.weights": _digest(_weights(name)),
+        "policy.generation.ends": list(stop_token_ids),
         "data.train.rows": _digest(rows),
+        "data.train.env_name.code": _code_of(run.data.train.env_name),
     }
+
+
+def _weights(name: str) -> object:
+    """Of a folder: every file's name, size, beginning and end. Of the hub: its revision."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return weight_files(name)
+    return [[f.name, f.stat().st_size, *_ends(f)] for f in sorted(folder.glob("*.safetensors"))]
+
+
+def _ends(file: Path, size: int = 1 << 16) -> list[str]:
+    with file.open("rb") as opened:
+        first = opened.read(size)
+        opened.seek(max(0, file.stat().st_size - size))
+        return [hashlib.sha256(part).hexdigest() for part in (first, opened.read())]
+
+
+def _code_of(env_name: str) -> str | None:
+    """A digest of the file of a reward function of the user's."""
+    module = env_name.partition(":")[0]
+    spec = importlib.util.find_spec(module) if ":" in env_name else None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        return None
+    return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
 
 
 def check_identity(folder: Path, now: Identity, allowed: Sequence[str]) -> list[str]:
@@ -120,6 +151,7 @@ def check_identity(folder: Path, now: Identity, allowed: Sequence[str]) -> list[
         saved = read_object(file, f"{str(folder)!r} is no complete checkpoint: {IDENTITY}")
     except ValueError as error:
         raise ValueError(f"{error}; remove it to go on from the one before") from error
+    check_allowed(allowed, {**saved, **now})
     changed = {k: _phrase(k, saved, now) for k in {**saved, **now} if _differ(k, saved, now)}
     refused = [key for key in changed if not _within(key, (*FREE, *allowed))]
     refuse(

@@ -42,7 +42,7 @@ def test_any_key_may_change_if_it_changes_no_result_or_is_allowed(
     folder = saved_in(tmp_path_factory.mktemp("step_2"), {**SETTINGS, key: "another"})
     free = any(f"{key}.".startswith(f"{name}.") for name in ownership.FREE)
     phrase = f'{key}: "another" when it was saved, {json.dumps(SETTINGS[key])} now'
-    names = [key] if allowed else []
+    names = [key] if allowed and not free else []
     if free or allowed:
         assert check_identity(folder, SETTINGS, names) == [phrase]
     else:
@@ -102,6 +102,28 @@ def test_a_checkpoint_that_does_not_tell_its_run_is_refused(tmp_path: Path, text
         check_identity(folder, SETTINGS, [])
 
 
+def test_a_key_that_only_the_checkpoint_has_can_be_allowed(tmp_path: Path):
+    folder = saved_in(tmp_path, {**SETTINGS, "policy.optimizer.kwargs.eps": 1e-5})
+    with pytest.raises(ValueError, match=r"allowed_changes: \[policy\.optimizer\.kwargs\.eps\]"):
+        check_identity(folder, SETTINGS, [])
+    [phrase] = check_identity(folder, SETTINGS, ["policy.optimizer.kwargs.eps"])
+    assert phrase == "policy.optimizer.kwargs.eps: 1e-05 when it was saved, nothing now"
+
+
+def test_a_reward_function_s_code_and_the_stop_tokens_are_a_run_s(
+    run: GrpoRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    file, rows = tmp_path / "own_reward.py", Dataset(PROMPTS, seed=0, shuffle=False)
+    file.write_text("def score(text, row): return 1.0")
+    data = replace(run.data, train=replace(run.data.train, env_name="own_reward:score"))
+    own = replace(run, data=data)
+    before = identity_of(own, rows, [1])
+    assert changed_keys(before, identity_of(own, rows, [1, 2])) == {"policy.generation.ends"}
+    file.write_text("def score(text, row): return 5.0")
+    assert changed_keys(before, identity_of(own, rows, [1])) == {"data.train.env_name.code"}
+
+
 def test_a_misspelt_allowance_gets_its_name():
     with pytest.raises(ValueError, match=r"'grpo.sed' is no key .* did you mean grpo.seed"):
         check_allowed(["grpo.sed"], SETTINGS)
@@ -117,6 +139,9 @@ def test_a_run_is_its_settings_its_model_and_its_rows(run: GrpoRun, tmp_path: Pa
     assert changed_keys(whole, identity_of(other, rows)) == {"policy.model_name.path"}
     for file in moved.glob("*.safetensors"):
         os.utime(file, ns=(1, 1))
+    assert changed_keys(whole, identity_of(other, rows)) == {"policy.model_name.path"}
+    [file] = moved.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
     assert changed_keys(whole, identity_of(other, rows)) == {
         *("policy.model_name.path", "policy.model_name.weights"),
     }

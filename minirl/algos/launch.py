@@ -172,10 +172,10 @@ def origin_of(run: GrpoRun, inputs: Inputs) -> Origin:
     Raises:
         ValueError: as `check_allowed` and `check_identity`.
     """
-    identity = identity_of(run, inputs.data.train)
-    check_allowed(run.checkpointing.allowed_changes, identity)
+    identity = identity_of(run, inputs.data.train, inputs.sampling.stop_token_ids)
     kept = resumed_from(run)
     if kept is None:
+        check_allowed(run.checkpointing.allowed_changes, identity)
         return Origin(identity, ())
     step, folder = kept
     changed = check_identity(folder, identity, run.checkpointing.allowed_changes)
