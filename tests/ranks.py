@@ -45,6 +45,10 @@ GRACE_S = 15.0
 """How long the other ranks may take after one has failed; they may be waiting for it."""
 
 
+MAX_THREADS = 300
+"""Gloo's loops of groups that are still held wake up for ever: ranks with more begin anew."""
+
+
 class _Worker(NamedTuple):
     process: Any
     pipe: Connection
@@ -76,10 +80,17 @@ def run_ranks(
             job = (rank, n, str(Path(folder) / "store"), patience_s / 2, fn, args, kwargs)
             worker.pipe.send_bytes(pickle.dumps(job))
         answers = _collect(workers, timeout_s=patience_s)
+        if any(_num_threads(worker) > MAX_THREADS for worker in workers):
+            close_pool()
     failures = [f"rank {rank}: {a[1]}" for rank, a in enumerate(answers) if not a[0]]
     if failures:
         raise RankError("\n".join(failures))
     return [cast("R", a[1]) for a in answers]
+
+
+def _num_threads(worker: _Worker) -> int:
+    folder = Path(f"/proc/{worker.process.pid}/task")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def close_pool() -> None:

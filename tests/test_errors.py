@@ -115,7 +115,8 @@ def test_a_reward_function_that_fails_in_the_second_step_is_told_at_the_end(tmp_
     (tmp_path / "run.yaml").write_text(json.dumps(MINIMAL))
     places = {
         "policy.model_name": tmp_path,
-        "data.train": f"{{data_path: {tmp_path / 'rows.jsonl'}, env_name: 'judging_here:reward'}}",
+        "data.train": f"{{_override_: true, data_path: {tmp_path / 'rows.jsonl'}, "
+        "env_name: 'judging_here:reward'}",
         "logger.log_dir": tmp_path / "log",
         "checkpointing.checkpoint_dir": tmp_path / "kept",
     }
