@@ -97,6 +97,26 @@ def test_ranks_other_than_the_first_are_silent(
     assert capsys.readouterr() == ("", "")
 
 
+def test_under_torchrun_the_first_rank_of_a_host_that_fails_tells_why_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    waits: list[float] = []
+    monkeypatch.setattr("minirl.log.time.sleep", waits.append)
+    monkeypatch.setattr("minirl.log.os._exit", lambda status: None)
+    # The second rank fails first, and once more while it closes what it opened.
+    for rank, waiting in ((1, 0), (0, 1), (1, 1)):
+        place = tmp_path / str(rank)
+        place.mkdir(exist_ok=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(place / "error.json"))
+        with pytest.raises(SystemExit), user_errors():
+            raise ValueError(f"rank {rank}")
+        assert [f.parent.name for f in tmp_path.glob("*/error.json")] == ["1"]
+        assert len(waits) == waiting
+    told = json.loads((tmp_path / "1" / "error.json").read_text())["message"]["message"]
+    assert told == "error: rank 1"
+    assert capsys.readouterr() == ("", "")
+
+
 def test_a_new_run_keeps_the_metrics_of_earlier_ones_under_rising_numbers(tmp_path: Path):
     for run in range(3):
         prepare_run_dir(tmp_path, f"run: {run}\n", resumed_step=0)

@@ -103,10 +103,10 @@ def test_every_step_has_one_line_with_the_validation_that_follows_it(plan: Plan)
         assert ("train/loss" in line) == (number > 0)
 
 
-@given(plans, st.integers(0, 9), st.integers(0, 9))
-def test_data_that_ends_early_ends_the_run_as_its_last_step_would(plan: Plan, data: int, at: int):
-    data = min(data, plan.num_steps)
-    at = min(at, data)
+@given(plans, st.data())
+def test_data_that_ends_early_ends_the_run_as_its_last_step_would(plan: Plan, draw: st.DataObject):
+    data = draw.draw(st.integers(0, plan.num_steps), "last step that there is data for")
+    at = draw.draw(st.integers(0, data), "first step")
     seen = go(plan, replace(fresh(), step=at), data=data)
     if at == data:  # nothing was done, so there is nothing to validate or save
         assert seen.events == ([("val", 0)] if plan.val_at_start and at == 0 else [])
