@@ -36,8 +36,8 @@ def test_the_policy_learns_the_task(model: Path, tmp_path: Path):
     first, last = lines[0], lines[-1]
     assert first["step"] == 0
     assert first["val/accuracy"] < 0.4
-    assert last["val/accuracy"] > 0.85
-    assert last["val/accuracy_greedy"] > 0.9
+    assert last["val/accuracy"] > 0.8
+    assert last["val/accuracy_greedy"] > 0.88
     trained = [line for line in lines if line["step"] > 0]
     assert [line["step"] for line in trained] == list(range(1, len(trained) + 1))
     assert max(line["train/token_mult_prob_error"] for line in trained) < 1.0005

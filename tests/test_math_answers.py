@@ -120,8 +120,15 @@ def test_every_pair_gets_its_verdict(reward, rows):
 
 
 def test_what_cannot_be_read_is_worth_nothing_and_counted(reward):
-    unreadable = [r"\boxed{\frac{1}}", r"\boxed{(1,2}", r"\boxed{5 ? 6}", r"\boxed{1/0}"]
-    assert score(reward, *(("5", said) for said in unreadable)) == [Score(0.0, failed=True)] * 4
+    unreadable = [
+        r"\boxed{\frac{1}}",
+        r"\boxed{(1,2}",
+        r"\boxed{5 ? 6}",
+        r"\boxed{1/0}",
+        r"\boxed{3!!}",
+    ]
+    unreadable += [r"\boxed{x<1 and x>5}", r"\boxed{x \le 1 \land x > 5}"]
+    assert score(reward, *(("5", said) for said in unreadable)) == [Score(0.0, failed=True)] * 7
     no_answer = ["", "I give up.", r"\boxed{5", r"\boxed{not 5}", r"\boxed{5}, no: \boxed{6"]
     assert score(reward, *(("5", said) for said in no_answer)) == [Score(0.0)] * 5
 
@@ -177,7 +184,8 @@ BAD = [
     "", " ", "}", "{", "()", "1,,2", "(1,2", "x=", r"\frac{1}", "1 2 3", "1..2", "5 or", "???",
     "72\n73", "1/0", "72 clips", "72 men", "so 5", "She has 5 apples.", "Answer: $72$",
     "The answer is 72", "step 1: 5", "nan", "null", "8 = 7", "x=3=4", "16 - 3 - 4 = 9 eggs",
-    "She sold 24.\n#### 72", "#### 5", r"\boxed{72}",
+    "She sold 24.\n#### 72", "#### 5", r"\boxed{72}", "3!!",
+    "x<1 and x>5", r"x \ge 1 \text{ and } x<5", r"x>1 \wedge x<5",
 ]  # fmt: skip
 
 

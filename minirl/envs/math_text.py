@@ -160,6 +160,11 @@ _LAYOUT: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
     (r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty "),
     (r"(?i)\\%|\s*\\text\{\s*percent\s*\}|\s*\bpercent\b", "%"),
+    # of two inequalities "and" may mean both or either
+    (
+        r"(?i)([<>]|\\[gl]e(?![a-z]))([^<>]*?)(?:\\text\s*\{\s*and\s*\}|\band\b|\\(?:land|wedge)(?![a-z]))",
+        r"\1\2?",
+    ),
     (
         r"(?i),?\s*\\text\s*\{\s*(?:or|and)\s*\}\s*|,?\s+(?:or|and)\s+|\\lor(?![a-z])|\\vee(?![a-z])",
         ", ",

@@ -130,7 +130,7 @@ def _decimal(text: str) -> Fraction | None:
     return Fraction(number[1] + number[2]) if number else None
 
 
-_UNREADABLE = re.compile(r"\d\s+\d|\d\.|\.\d|(?<=\d)\{|[?'\"#@$]|\\text|\\ldots")
+_UNREADABLE = re.compile(r"\d\s+\d|\d\.|\.\d|(?<=\d)\{|[?'\"#@$]|!\s*!|\\text|\\ldots")
 _SMALL = 1e-40
 
 
